@@ -102,7 +102,7 @@ def main() -> None:
 
 
 def read_plan(options: Options) -> Plan:
-    """ValueError for what the file or the options get wrong."""
+    """Read the plan; ValueError for errors of the file or the options."""
     path = options.config
     values = tomli.loads(path.read_text(encoding="utf-8"))
     keys = [field.name for field in fields(Plan)]

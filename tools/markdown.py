@@ -8,18 +8,18 @@ from typing import Any
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-    """A Markdown table: first column left, the others right."""
+    """Return a Markdown table: first column left, the others right."""
     lines = [columns, ["---", *["---:"] * (len(columns) - 1)], *rows]
     return "\n".join("| " + " | ".join(map(cell, line)) + " |" for line in lines)
 
 
 def records(rows: Sequence[Mapping[str, Any]]) -> str:
-    """A table of rows that all have the keys of the first, which are its columns."""
+    """Return a table of rows; the first row's keys are the columns."""
     return table([name.replace("_", " ") for name in rows[0]], [list(row.values()) for row in rows])
 
 
 def cell(value: Any) -> str:
-    """Text as it is; numbers with three digits, from 100 on with commas, from a million on as a power of 1,000."""
+    """Format text unchanged; numbers with three digits, commas from 100, powers of 1,000 from 10**6."""
     if isinstance(value, bool):
         return "yes" if value else "NO"
     if not isinstance(value, (int, float)):

@@ -75,9 +75,9 @@ def token_s(
             awaits them (1: Ladder Residual).
         ends: further exchanges that nothing hides, such as the one that agrees on the token.
     """
-    # all lanes are alike, so one lane's clock is everybody's. A delay of d layers hides a link as slow
-    # as d layers; beyond, every (2 d + 1)th join waits for the excess, which gives the 2 d joins after
-    # it the time that they lack
+    # all lanes are alike, so one lane's clock is everybody's. A delay of d layers hides a link as
+    # slow as d layers; beyond, every (2 d + 1)th join waits for the excess, which gives the 2 d
+    # joins after it the time that they lack
     clock, count = 0.0, 2 * config.num_hidden_layers
     arrival: list[float] = []  # by running number of the module
     due = [find_awaited_layer(config, *divmod(number, 2)) for number in range(count)]

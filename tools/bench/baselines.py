@@ -36,7 +36,7 @@ class Baseline(ABC):
 
     @abstractmethod
     def count_cached_bytes(self, positions: int) -> int:
-        """Bytes of keys and values that a token reads."""
+        """Count bytes of keys and values that a token reads."""
 
     def decode(self, prompt: list[int], new_tokens: int) -> tuple[float, float]:
         """Return tokens/s after the prompt, and the bytes that a token reads."""
@@ -74,7 +74,7 @@ class Baseline(ABC):
         return run(self.chosen[workload], tokens)
 
     def facts(self) -> Result:
-        """What runs, and which way each workload took."""
+        """Return what runs, and which way each workload took."""
         chosen = [f"{workload}: {way}" for workload, way in self.chosen.items()]
         return {"version": self.version, "about": "; ".join([self.about, *chosen])}
 

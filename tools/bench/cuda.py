@@ -93,7 +93,7 @@ def verdict(flavor: str) -> Figures:
 
 
 def decode(flavor: str) -> Figures:
-    """What `laneformer bench --device cuda` says, at three depths."""
+    """Return what `laneformer bench --device cuda` measures at three depths."""
     from laneformer import Engine
     from laneformer.engine.bench import benchmark
     from laneformer.engine.cuda.bench import MIN_TOKENS

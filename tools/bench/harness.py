@@ -102,7 +102,7 @@ T = TypeVar("T")
 
 
 def alternate(candidates: Iterable[T], rounds: int) -> Iterator[list[T]]:
-    """The order of each round: every second one is reversed."""
+    """Return each round's order, every second one reversed."""
     # a shared machine changes within seconds: figures are comparable where trials alternate
     forward = list(candidates)
     return (forward[:: -1 if index % 2 else 1] for index in range(rounds))
@@ -160,7 +160,7 @@ class Options:
 
 
 def stamp(name: str, arguments: Sequence[str]) -> Result:
-    """What a page says of a run: when it began, its command, and the code."""
+    """Return a run's facts for the page: its begin, command and code."""
     return {
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "command": f"python -m tools.bench {shlex.join([name, *arguments])}",
@@ -169,11 +169,12 @@ def stamp(name: str, arguments: Sequence[str]) -> Result:
 
 
 def run(name: str, benchmark: Any, arguments: Sequence[str]) -> None:
-    """The command `python -m tools.bench NAME`: measure, report, and end with one JSON line of every figure.
+    """Run `python -m tools.bench NAME`: measure, report, end with one JSON line.
 
-    `benchmark`: a module with `Options`, a subclass of the class above whose docstring is the help text;
-    `measure(options, console)`, which raises ValueError for options that cannot be measured;
-    `section(options, result)`, which gives title and body; and `FILE_START`, which opens a new file.
+    Args:
+        benchmark: a module with `Options` (a subclass of the class above whose docstring is the help
+            text), `measure(options, console)` (ValueError for what cannot be measured),
+            `section(options, result)` (title and body) and `FILE_START`, which opens a new file.
     """
     # here: the CUDA benchmark, which runs on other machines, needs none of them
     import tyro

@@ -25,7 +25,7 @@ MAX_CONTEXT = 8192  # its keys and values are allocated at once
 
 @functools.cache
 def library() -> Any:
-    """The module `llama_cpp`, silent. ImportError where it is not installed."""
+    """Return the module `llama_cpp`, silent; ImportError where it is not installed."""
     sys.path.append(str(FOLDER))
     import llama_cpp
 

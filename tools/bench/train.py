@@ -77,7 +77,7 @@ class Options(harness.Options):
 
 
 def measure(options: Options, console: Any) -> Result:
-    """All trials; every figure of the report."""
+    """Run all trials; return every figure of the report."""
     config = LaneformerConfig.from_flavor(options.flavor)
     if options.seq_len > config.max_position_embeddings:
         raise ValueError(
@@ -87,7 +87,8 @@ def measure(options: Options, console: Any) -> Result:
     batch = options.local_batch or choose_local_batch(options, device)
     logs: dict[str, list[str]] = {name: [] for name in PROGRAMS}
     with tempfile.TemporaryDirectory() as folder:
-        # few tokens, read repeatedly: generating them is slow, and their number does not change the speed
+        # few tokens, read repeatedly: generating them is slow, and their number does not change the
+        # speed
         windows = min((options.steps + options.warmup) * batch * options.gpus, 64)
         lock = write_synthetic_lock(
             Path(folder) / "data", windows, options.seq_len, config.vocab_size
@@ -170,7 +171,7 @@ def find(pattern: str, log: str) -> list[float]:
 
 
 def find_steps(pattern: str, log: str, options: Options) -> list[float]:
-    """Of the timed steps."""
+    """Return the numbers of the timed steps."""
     return find(pattern, log)[options.warmup :]
 
 

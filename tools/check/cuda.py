@@ -129,7 +129,8 @@ def score(decoder: PassDecoder, ids: list[int]) -> np.ndarray:
 
 def compare(logits: np.ndarray, truth: Reference) -> Report:
     """Return distances from float32, and whether they are within those of bf16; NaN never is."""
-    # the kernels round weights, keys and values alone: closer than a model that rounds activations too
+    # the kernels round weights, keys and values alone: closer than a model that rounds activations
+    # too
     expected = truth.logits[: len(logits)]
     error, kl = float(relative_errors(logits, expected).max()), mean_kl(expected, logits)
     return {

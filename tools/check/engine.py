@@ -1,11 +1,10 @@
-"""Is the decode engine right? Modules, logits, greedy tokens and bits against PyTorch;
-planted faults must fail.
+"""Check the decode engine's modules, logits, greedy tokens and bits against PyTorch.
 
     python -m tools.check engine runs/demo/hf        python -m tools.check engine tiny
 
-The reference is model.py in float64; the engine may err by four times what Transformers' float32 errs on the same
-weights. The same gate must refuse an engine with one fault in it, and the modules' own outputs must name the module
-where it sits. A flavor gets random weights of unit gain, so that every module matters.
+The reference is model.py in float64; the engine may err by four times Transformers' float32 error
+on the same weights. The gate must refuse an engine with one planted fault, and module outputs must
+locate it. A flavor gets random weights of unit gain, so that every module matters.
 
     S positions   V vocabulary
 """
@@ -83,7 +82,7 @@ class Truth(NamedTuple):
     outputs: np.ndarray
 
     def distance(self, logits: np.ndarray) -> float:
-        """The largest error of a logit, of the first positions."""
+        """Return the largest error of a logit over the first positions."""
         return float(np.abs(logits - self.logits[: len(logits)]).max())
 
 
@@ -155,7 +154,7 @@ def list_tables(
     worst: dict[str, float],
     greedy: dict[str, Any],
 ) -> dict[str, list[dict[str, Any]]]:
-    """Rows by title."""
+    """Return rows by title."""
     columns = ("depth", *worst)
     rows = [{name: row.get(name) for name in columns} for row in by_depth]
     tables = {

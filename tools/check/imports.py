@@ -32,10 +32,11 @@ MAY_USE: dict[str, set[str]] = {
     "tools": set(PACKAGES),
     "examples": {"data_mixtures", "records"},
 }
-# whose modules a package may start as processes, beyond those that it may import: training starts the watcher of its
-# evaluations, a recipe names the program that writes its text
+# whose modules a package may start as processes, beyond those that it may import: training starts
+# the watcher of its evaluations, a recipe names the program that writes its text
 MAY_START = {"train": "evals.watch", "data_mixtures": "examples."}
-# strings that name a module: after `-m`, a dotted name alone (a.b or a.b:attribute), the start of an f-string
+# strings that name a module: after `-m`, a dotted name alone (a.b or a.b:attribute), the start of
+# an f-string
 NAMED = re.compile(r'"-m",\s*"(\w+)"|"(\w+(?:\.\w+)+)(?::\w+)?"|f"(\w+)\.[\w.]*\{')
 
 

@@ -108,7 +108,7 @@ def load_published(options: Options) -> Any:
 
 @torch.no_grad()
 def compute_logits(model: Any, ids: list[int]) -> np.ndarray:
-    """(S, V)"""
+    """Return logits (S, V)."""
     out = model(torch.tensor([ids]))
     return (out if isinstance(out, torch.Tensor) else out.logits)[0].numpy()
 

@@ -66,7 +66,7 @@ def tensors_of(weights: Weights) -> dict[str, Tensor]:
 
 
 def weights_of(tensors: Mapping[str, Tensor]) -> Weights:
-    """The inverse of `tensors_of`, in memory of its own."""
+    """Return the inverse of `tensors_of`, in its own memory."""
     return {
         name: torch.from_numpy(np.array(t.values)).view(TORCH_DTYPES[t.dtype])
         for name, t in tensors.items()
@@ -78,7 +78,7 @@ def plain_model(
     weights: Mapping[str, torch.Tensor],
     dtype: torch.dtype = torch.float64,
 ) -> Laneformer:
-    """model.py; weights that are of this dtype are not copied."""
+    """Return model.py's model; weights of this dtype are not copied."""
     with torch.device("meta"):
         model = families.plain_model(config).eval()
     model.load_state_dict({name: w.to(dtype) for name, w in weights.items()}, assign=True)
@@ -96,7 +96,7 @@ def hf_model(
 
 @torch.no_grad()
 def hf_logits(model: LaneformerForCausalLM, ids: list[int]) -> np.ndarray:
-    """(S, V) in the model's dtype, handed out as float32."""
+    """Return logits (S, V), computed in the model's dtype, as float32."""
     out = model(input_ids=torch.tensor([ids], device=model.device), use_cache=False)
     return out.logits[0].float().cpu().numpy()
 

@@ -59,7 +59,7 @@ class Measure:
 
 
 def measures() -> list[Measure]:
-    """Every measure of this checkout with its limit."""
+    """Return every measure of this checkout with its limit."""
     arrows = edges(ROOT)
     broken = {
         "import circles of modules": [" <-> ".join(group) for group in circles(arrows)],

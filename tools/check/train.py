@@ -183,7 +183,7 @@ NOT_MEASURED: Gate = ("not yet measured", None, None)
 
 
 def measure(options: Options, console: Console) -> dict[str, Any]:
-    """All jobs and comparisons."""
+    """Run all jobs and comparisons."""
     options.check()
     with tempfile.TemporaryDirectory() as folder:
         jobs = Jobs(options, Path(folder), console)
@@ -227,7 +227,8 @@ def gate_float8(jobs: Jobs, exact: list[Row], rounded: float) -> Gates:
     name, on_gpu = "losses with float8 products", jobs.options.device == "cuda"
     if on_gpu and torch.cuda.get_device_capability() < CAPABILITY:
         return {name: NOT_MEASURED}
-    # the plain job in float32 with emulated products shows what they cost; bf16's share comes on top
+    # the plain job in float32 with emulated products shows what they cost; bf16's share comes on
+    # top
     emulating = (*FLOAT8_FLAGS, f"--{FLOAT8}.emulate")
     emulated = jobs.rows("float8-emulated", *PLAIN, *FLOAT32, *emulating)
     own = jobs.rows("float8", *(FLOAT8_FLAGS if on_gpu else emulating))

@@ -68,7 +68,7 @@ def run_section(run: Run, index: int, now: float) -> str:
 
 
 def page(runs: Sequence[Run], now: float) -> str:
-    """The whole page as text."""
+    """Return the whole page as text."""
     title = " · ".join(run.name for run in runs)
     sections = [run_section(run, index, now) for index, run in enumerate(runs)]
     together = training.write_overlay_card(runs) if len(runs) > 1 else ""

@@ -65,7 +65,7 @@ def list_items(value: Any) -> list[tuple[str, Any]]:
 
 
 def select_points(records: Sequence[Json], *path: str) -> Points:
-    """The records that have a number at a path."""
+    """Return the records that have a number at a path."""
     values = [(record, dig(record, *path)) for record in records]
     return [(record, value) for record, value in values if number(value) is not None]
 
@@ -177,7 +177,7 @@ def make_marks(run: Run) -> Json:
 
 
 def make_rows_part(run: Run, panel: Panel, **look: Any) -> tuple[Panel, list[Json]]:
-    """The panel of a figure of logged rows, by phase."""
+    """Make the panel of a figure of logged rows, by phase."""
     return panel, [
         curve(
             panel.title,

@@ -67,7 +67,7 @@ def around(value: Any, error: Any) -> Interval | None:
 
 
 def read_interval(ends: Any) -> Interval | None:
-    """An interval as a record holds it: [low, high]."""
+    """Read an interval as a record holds it: [low, high]."""
     known = isinstance(ends, list) and len(ends) == 2 and None not in map(number, ends)
     return (ends[0], ends[1]) if known else None
 

@@ -53,7 +53,7 @@ def card(title: str, body: str, caption: str = "") -> str:
 def write_chart_card(
     title: str, content: dict[str, Any] | None, name: str, caption: str = ""
 ) -> str:
-    """The card of a chart alone; "" without any figure."""
+    """Write the card of a chart alone; "" without any figure."""
     return card(title, chart(content, name), caption) if content else ""
 
 
@@ -62,7 +62,7 @@ def none(text: str = "not measured") -> str:
 
 
 def fold(summary: str, body: str) -> str:
-    """`body` that a click on `summary` shows; both are HTML."""
+    """Write a `body` that a click on `summary` shows; both are HTML."""
     return f"<details><summary>{summary}</summary>{body}</details>"
 
 
@@ -92,7 +92,7 @@ def chart(content: dict[str, Any], name: str) -> str:
 
 
 def format_figure(value: Any, form: str, unit: str = "") -> str:
-    """A figure as text, or "not measured"."""
+    """Format a figure, or return "not measured"."""
     known = number(value)
     return none() if known is None else f"{known:{form}}{unit}"
 
@@ -108,7 +108,7 @@ def short(value: Any) -> str:
 
 
 def percent(share: Any, form: str = ".1f") -> str:
-    """A share of 1 in percent."""
+    """Format a share of 1 in percent."""
     known = number(share)
     return format_figure(known and 100 * known, form, " %")
 

@@ -45,7 +45,7 @@ def names_in_late_layers(config: LaneformerConfig, late: Late, names: Iterable[s
 
 
 def key(matrix: str) -> str:
-    """Of layers.3.attention.wq: 3/attention/wq."""
+    """Return 3/attention/wq of layers.3.attention.wq."""
     return matrix.removeprefix("layers.").replace(".", "/")
 
 

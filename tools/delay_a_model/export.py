@@ -30,7 +30,7 @@ TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 
 def late_architecture(late: Late) -> dict[str, Any]:
-    """The fields of a config that say what is late."""
+    """Return the fields of a config that describe what is late."""
     return {
         "broadcast_delay": late.delay,
         "first_late_layer": late.first_late_layer,
@@ -74,7 +74,7 @@ def write_folder(
 
 
 def write_text_files(checkpoint: Checkpoint, folder: Path) -> None:
-    """tokenizer.json, tokenizer_config.json, and chat_template.jinja if the model has one."""
+    """Write tokenizer.json, tokenizer_config.json, and chat_template.jinja if there is one."""
     if checkpoint.tokenizer is None:
         raise ValueError("the dense model has no tokenizer.json")
     folder.mkdir(parents=True, exist_ok=True)
@@ -101,7 +101,7 @@ def special_tokens(checkpoint: Checkpoint) -> dict[str, str]:
 
 
 def token_ids(checkpoint: Checkpoint) -> dict[str, Any]:
-    """bos_token_id, eos_token_id (all that end an answer) and pad_token_id."""
+    """Return bos_token_id, eos_token_id (all that end an answer) and pad_token_id."""
     assert checkpoint.tokenizer is not None, "write_text_files refuses a model without one"
     special = {
         name: token for name, token in special_tokens(checkpoint).items() if name != "unk_token"

@@ -49,7 +49,8 @@ class LateLayer(LaneformerLayer):
         cache: Any = None,
     ) -> tuple[Tensor, Pair]:
         """Return streams and sent outputs, which like `delayed` carry the sender's share."""
-        # the share is the sender's, so every output is counted once, also at the border between layers
+        # the share is the sender's, so every output is counted once, also at the border between
+        # layers
         attention = self.attention(self.attention_norm(h), rope, mask, cache)
         h = join_late(h, attention, self.late, delayed[0])
         mlp = self.feed_forward(self.ffn_norm(h))
@@ -80,7 +81,7 @@ def cut(path: Path, lanes: int) -> tuple[Laneformer, Checkpoint]:
 
 
 def late_model(config: LaneformerConfig, weights: Mapping[str, Tensor]) -> Laneformer:
-    """The plain model with late layers; frozen."""
+    """Return the plain model with late layers; frozen."""
     with torch.device("meta"):
         model = Laneformer(config)
         model.layers = nn.ModuleList(LateLayer(config, i) for i in range(config.num_hidden_layers))
@@ -108,7 +109,8 @@ def late_streams(
     for layer, mask in zip(layers, masks, strict=True):
         h, sent = layer(h, in_flight.popleft(), rope, mask)
         in_flight.append(sent)
-    # what is in flight after the last layer: dropped, as in a Laneformer, or flushed by one blocking sum
+    # what is in flight after the last layer: dropped, as in a Laneformer, or flushed by one
+    # blocking sum
     partials = [p for p in itertools.chain(*in_flight) if p is not None]
     others = [p.sum(2, keepdim=True) - p for p in partials]
     return h, torch.stack(others).sum(0) if others else None

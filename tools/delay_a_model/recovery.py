@@ -89,7 +89,7 @@ def train(flags: Sequence[str]) -> None:
 
 
 def load_adapter(step: Path, config: LaneformerConfig, late: Late) -> dict[str, Tensor]:
-    """The trained adapter of a checkpoint."""
+    """Return the trained adapter of a checkpoint."""
     shapes, scales = config.tensor_shapes(), names_in_late_layers(config, late, SCALES)
     adapter = first_adapter(config, late) | {name: torch.empty(shapes[name]) for name in scales}
     dcp.load(adapter, checkpoint_id=step, no_dist=True)

@@ -288,8 +288,9 @@ def decay_branch(checkpoint: Path, steps: int) -> Start:
             f"step {at} of {run} is not in the stable part of its schedule, steps {first} to {last}; a decay starts at "
             "the full learning rate"
         )
-    # the schedule is rebuilt from the job file at every start, so numbers suffice; TorchTitan reaches
-    # the minimum one step after total_steps, so one less reaches it at the last step of the run
+    # the schedule is rebuilt from the job file at every start, so numbers suffice; TorchTitan
+    # reaches the minimum one step after total_steps, so one less reaches it at the last step of the
+    # run
     total = at + steps - 1
     overrides = [
         "--training.steps",

@@ -76,9 +76,10 @@ fi
 exit $code
 """
 
-# With --no-kill a job survives the loss of any node. If it is the first one, nothing leads the job any
-# more, and Slurm keeps it until its time limit (seen with 22.05). So the last node watches a heartbeat
-# file, $0, that the first one touches; its time is only compared for changes, as clocks may differ.
+# With --no-kill a job survives the loss of any node. If it is the first one, nothing leads the job
+# any more, and Slurm keeps it until its time limit (seen with 22.05). So the last node watches a
+# heartbeat file, $0, that the first one touches; its time is only compared for changes, as clocks
+# may differ.
 WATCHER = """last= still=0
 while sleep "$1"; do
   now=$(stat -c %y "$0") || continue

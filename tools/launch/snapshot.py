@@ -188,7 +188,8 @@ def resolve_job(
         command, cwd=code, env=env, capture_output=True, text=True, timeout=300
     )
     if outcome.returncode:
-        # one sentence where the checks say it; else the parser's box, or what failed in its last lines
+        # one sentence where the checks say it; else the parser's box, or what failed in its last
+        # lines
         reason = outcome.stderr.rpartition("the job is refused: ")[2][-3000:]
         raise ValueError(
             f"{config} with {' '.join(overrides) or 'no overrides'} is refused:\n{reason}"

@@ -232,7 +232,8 @@ def take_step(config: Path, overrides: list[str], titan_job: Any, world_size: in
     Raises:
         ValueError: with the end of the trainer's output.
     """
-    # widths and lanes are the job's own; one layer and a short sequence fit a CPU's memory and minutes
+    # widths and lanes are the job's own; one layer and a short sequence fit a CPU's memory and
+    # minutes
     training, seq_len = titan_job.training, 16
     flavor = LaneformerConfig.from_flavor(titan_job.model.flavor)
     vocab_size = titan_job.architecture.vocab_size or flavor.vocab_size

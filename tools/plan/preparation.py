@@ -52,8 +52,8 @@ def parts(sources: Sequence[Result], listed: Mapping[str, Sequence[int]]) -> lis
 def source_part(source: Result, sizes: Sequence[int]) -> Result:
     need, pool = source["tokens_so_far"], TOKENS_AS_COUNTED * source["expected_tokens"]
     share = min(1.0, max(need * (1 + MARGIN), MIN_TOKENS) / pool)
-    # `files` first where a source has much more than is needed, `keep` takes the rest; how many files
-    # there are is known when `python -m data_mixtures plan` has listed them
+    # `files` first where a source has much more than is needed, `keep` takes the rest; how many
+    # files there are is known when `python -m data_mixtures plan` has listed them
     files, of_files, raw = source["files"], 1.0, RAW_BYTES * source["expected_tokens"]
     if files is not None:  # whatever is listed are those files
         of_files = min(1.0, (sum(sizes) or files * FILE_BYTES) / raw)
@@ -97,7 +97,7 @@ def working_bytes(row: Result) -> float:
 
 
 def toml(rows: Sequence[Result]) -> str:
-    """The tables of a recipe that take these parts."""
+    """Return the tables of a recipe that take these parts."""
     lines = []
     for key, absent in (("keep", 1.0), ("files", None)):
         given = [f"{row['name']} = {row[key]}" for row in rows if row[key] != absent]

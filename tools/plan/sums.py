@@ -25,8 +25,9 @@ USABLE = 0.92  # of a GPU's memory; the rest is CUDA's context, NCCL's buffers a
 NIC_BYTES_PER_S = 400e9 / 8  # of each GPU and direction: 400 Gbit/s
 RESTART_S = 600  # from a failure to the first step of the next attempt: an estimate
 LAYERS_IN_FLIGHT = 2  # FSDP gathers one layer while another one computes
-# streams beside the kept activations at the peak, in the last layer's backward pass: the gradient that enters
-# it, and what it holds beyond what it has freed; counted at commit 04aeaa48 by tools.bench train-traffic
+# streams beside the kept activations at the peak, in the last layer's backward pass: the gradient
+# that enters it, and what it holds beyond what it has freed; counted at commit 04aeaa48 by
+# tools.bench train-traffic
 WIDE_IN_BACKWARD = {"": 3.0, "rowwise": 2.5, "tensorwise": 3.3}  # by float8 recipe
 
 
@@ -239,7 +240,8 @@ def traffic(job: Job, cluster: Cluster) -> Facts:
     # each byte once and its NICs share the work
     outside = within / others * (nodes - 1) / nodes if nodes > 1 and shard > 1 else 0.0
     nic = all_reduce + outside / min(shard, in_node)
-    # a layer's sums, forward and backward, and the gradients of what every lane has; each an all-reduce
+    # a layer's sums, forward and backward, and the gradients of what every lane has; each an
+    # all-reduce
     stream = job.local_batch * job.seq_len * job.config.hidden_size * job.param_bytes
     ring = 2 * (group - 1) / group
     layers = [
