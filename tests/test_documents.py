@@ -185,7 +185,7 @@ def faults_of(page: Path) -> Iterator[str]:
 
 
 def exists(module: str) -> bool:
-    """Whether `python -m module` finds something that it would run."""
+    """Return whether `python -m module` finds something to run."""
     try:
         spec = importlib.util.find_spec(module)
         if spec and spec.submodule_search_locations:

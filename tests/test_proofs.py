@@ -32,7 +32,7 @@ FILES = {
 
 @pytest.fixture
 def checkout(pytester, monkeypatch):
-    """A repository of one proof, its helper and its input."""
+    """Make a repository of one proof, its helper and its input."""
     for name, text in FILES.items():
         (pytester.path / name).parent.mkdir(exist_ok=True)
         (pytester.path / name).write_text(text)
@@ -64,7 +64,7 @@ def test_a_proof_is_not_repeated_and_nothing_else_is_skipped(checkout, pytester,
 
 @pytest.mark.parametrize("programs", [False, True])
 def test_one_changed_byte_of_an_input_is_another_proof(checkout, programs):
-    """Programs that are compiled depend on no conftest file."""
+    # compiled programs depend on no conftest file
     for name in (
         "kernels/a.cu",
         "tests/helper.py",

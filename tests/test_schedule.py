@@ -88,6 +88,6 @@ def test_measured_times_replace_known_ones():
 
 
 def test_listed_tests_have_files():
-    """A file that was renamed takes its durations along."""
+    # a renamed file takes its durations along
     files = {name.split("::")[0] for name in json.loads(schedule.DURATIONS.read_text())}
     assert not [file for file in files if not (ROOT / file).is_file()]

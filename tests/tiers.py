@@ -61,7 +61,7 @@ def today() -> int:
 
 
 def draw_place(name: str) -> int:
-    """Where a rotating group stands in the order of today."""
+    """Return a rotating group's place in the order of today."""
     return zlib.crc32(f"{today()} {name}".encode())
 
 
@@ -87,7 +87,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """What did not run, by file."""
+    """List what did not run, by file."""
     stats = terminalreporter.stats
     for reason in (LEFT_OUT, TOO_LATE):
         left_out = Counter(

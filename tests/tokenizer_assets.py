@@ -64,7 +64,7 @@ def byte_level(
 
 
 def save(made: Tokenizer, folder: Path, **config: Any) -> Path:
-    """tokenizer.json, and tokenizer_config.json if there is anything in it."""
+    """Write tokenizer.json, and tokenizer_config.json if there is anything in it."""
     folder.mkdir(parents=True, exist_ok=True)
     made.save(str(folder / "tokenizer.json"))
     if config:

@@ -284,7 +284,7 @@ NAMES = ("mine", "yours", "notes")
 
 
 def blocks(language: str) -> list[str]:
-    """The code of the page in this language."""
+    """Return the code of the page in this language."""
     return [code for name, code in code_blocks("own-data.md") if name == language]
 
 
@@ -306,7 +306,6 @@ def test_the_page_shows_recipes_that_load(tmp_path):
 
 @pytest.mark.rotate
 def test_the_page_from_files_to_steps(folder):
-    """All commands of the page as they stand."""
     write_json_lines(folder / "corpus/more.jsonl.gz", write_text(50, 1500, 60))
     (folder / "notes/deep").mkdir(parents=True)
     for number in range(3):

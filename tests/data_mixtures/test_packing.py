@@ -15,7 +15,7 @@ LENGTHS = st.lists(st.integers(1, SIZE), max_size=80)
 
 @given(LENGTHS)
 def test_each_item_went_where_the_least_room_was(lengths):
-    """Against the definition, computed slowly: fills after every item in decreasing order."""
+    # the definition, computed slowly: fills after every item in decreasing order
     fills: list[int] = []
     for length in sorted(lengths, reverse=True):
         open_windows = [fill for fill in fills if fill + length <= SIZE]

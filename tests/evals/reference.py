@@ -26,7 +26,7 @@ def scores_of(
 
 
 def continue_greedily(model: torch.nn.Module, ids: list[int], count: int) -> list[int]:
-    """The next `count` ids, each from the whole prompt again."""
+    """Return the next `count` ids, each from the whole prompt again."""
     known = list(ids)
     for _ in range(count):
         known.append(int(logits_of(model, known)[-1].argmax()))

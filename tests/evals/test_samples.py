@@ -50,7 +50,7 @@ UNGREEDY = {
 
 
 def test_both_backends_generate_the_models_own_tokens(folder, tmp_path):
-    """Whatever generation_config.json says."""
+    # whatever generation_config.json states
     model = write_laneformer(tmp_path / "hf")
     (tmp_path / "hf/generation_config.json").write_text(json.dumps({"eos_token_id": 2, **UNGREEDY}))
     for kind in ("engine", "transformers"):

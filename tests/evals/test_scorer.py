@@ -114,7 +114,7 @@ def test_scores_are_pytorchs(models, name, monkeypatch, capsys):
 
 
 def spy_on_passes(scorer: TransformersScorer) -> list[tuple[int, int]]:
-    """(prompts, tokens of each) of every pass from now on."""
+    """Record (prompts, tokens of each) of every pass from now on."""
     passes: list[tuple[int, int]] = []
     forward = scorer._model.forward
 
@@ -128,7 +128,7 @@ def spy_on_passes(scorer: TransformersScorer) -> list[tuple[int, int]]:
 
 @pytest.mark.parametrize("name", ["llama", "laneformer"])
 def test_options_behind_a_long_prefix_are_read_in_two_passes(models, monkeypatch, name):
-    """The prefix once, then all options."""
+    # the prefix once, then all options
     folder, model = models[name]
     scorer, prefix = TransformersScorer(folder, "cpu"), [1, *range(40, 90)]
     options = [[7, 8, 9], [7, 8], [10], [7], [11, 12, 13, 14]]

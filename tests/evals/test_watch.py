@@ -208,7 +208,7 @@ def test_a_command_holds_the_lock_of_its_records(tmp_path, monkeypatch):
 
 
 def test_sigterm_ends_it_and_what_it_started(tmp_path, monkeypatch):
-    """At the lowest priority: training comes first."""
+    # at the lowest priority: training comes first
     handlers = {}
     nice, processes, start = [], [], subprocess.Popen
 

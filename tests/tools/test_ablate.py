@@ -129,7 +129,7 @@ def rows_of(losses: dict[str, tuple[float | None, ...]]) -> list[dict[str, objec
 
 
 def cells(markdown: str) -> dict[str, list[str]]:
-    """The cells of a table by its first column."""
+    """Return the cells of a table by its first column."""
     lines = [
         [cell.strip() for cell in line.strip("|").split("|")] for line in markdown.splitlines()[2:]
     ]
@@ -197,7 +197,7 @@ def test_a_run_that_diverges_has_no_loss_and_one_that_fails_shows_its_log(tmp_pa
 
 
 def command(out: Path, lock: Path, *words: str) -> list[str]:
-    """The shipped ablation on the tests' data, of six steps."""
+    """Return the shipped ablation on the tests' data, of six steps."""
     shapes = {
         "training.steps": 6,
         "training.seq_len": 32,

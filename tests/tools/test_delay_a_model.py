@@ -58,7 +58,7 @@ def recipe(tmp_path_factory):
 
 
 def write_config(tmp_path: Path, name: str, recipe: Path, steps: int, **late: Any) -> Path:
-    """The shipped config with a small schedule and other text."""
+    """Write the shipped config with a small schedule and other text."""
     tables = read_shipped(name)
     tables["late"] |= {"recipe": str(recipe), "anneal_steps": 1, **late}
     tables["training"] |= {
@@ -142,7 +142,7 @@ def test_a_shipped_config_makes_a_model_late(name, recipe, tmp_path, monkeypatch
 
 
 def train_warm(tmp_path: Path, flags: Sequence[str]) -> None:
-    """As `recovery.train` starts it, by the fork server."""
+    """Train as `recovery.train` does, by the fork server."""
     status, output = run_forked(tmp_path, "train.supervise", "--nproc-per-node", "1", *flags)
     assert status == 0, output[-3000:]
 

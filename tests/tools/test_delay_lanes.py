@@ -41,7 +41,7 @@ LORA = Late(lanes=LANES, lora_rank=4)
 
 
 def write_llama(folder: Path, **sizes: int) -> Path:
-    """A tiny Llama with a tokenizer."""
+    """Write a tiny Llama with a tokenizer."""
     write_folder(Case("Llama", SIZES | sizes), folder)
     save(byte_level([WORDS], ("<s>", "</s>"), 290), folder, bos_token="<s>", eos_token="</s>")
     return folder
@@ -205,7 +205,7 @@ def test_the_folder_is_the_late_model(folder, tmp_path, late, ids):
 
 @pytest.fixture(scope="module")
 def random_adapter(folder):
-    """An adapter that changes something."""
+    """Return an adapter that changes something."""
     first = adapter.first_adapter(cut(folder, LANES)[0].config, LORA)
     assert all(w.any() == name.endswith(".a") for name, w in first.items()), (
         "it begins as the dense model"
@@ -215,7 +215,7 @@ def random_adapter(folder):
 
 
 def test_applied_is_merged(model, random_adapter, ids):
-    """Matrices that are called with their changes, and weights to which the changes were added; late and not."""
+    # matrices called with their changes, and weights with the changes added; late and not
     dense = {name: weight.clone() for name, weight in model.state_dict().items()}
     weights = adapter.merge(dense, random_adapter)
     matrices = {f"layers.{i}.{name}.weight" for i in range(1, DEPTH) for name in adapter.MATRICES}
@@ -235,7 +235,7 @@ def test_applied_is_merged(model, random_adapter, ids):
 
 
 def test_a_saved_adapter_gives_the_folder(folder, random_adapter, tmp_path):
-    """With its norm scales. Another model, or a damaged file, is refused."""
+    # with its norm scales; another model, or a damaged file, is refused
     model, _ = cut(folder, LANES)
     scales = adapter.names_in_late_layers(model.config, LORA, adapter.SCALES)
     changes = {name: w.bfloat16() for name, w in random_adapter.items()} | {

@@ -54,7 +54,7 @@ def test_ladder_hides_a_link_as_slow_as_the_module_beside_it():
 
 
 def test_the_rows_of_the_docs_come_out(capsys):
-    """Each row that the command prints stands on the page, which has those of another model, too."""
+    # each printed row is on the page, which also has those of another model
     main()
     printed = {
         " ".join(line.replace("|", " ").split()) for line in capsys.readouterr().out.splitlines()

@@ -12,7 +12,7 @@ from tests.train.supervised import INTERVAL, STEPS, run_undisturbed
 
 @pytest.fixture(scope="session")
 def phase1(prepared_data):
-    """The lock file of the first phase."""
+    """Return the lock file of the first phase."""
     return prepared_data / "phase1.lock.json"
 
 

@@ -42,7 +42,7 @@ def golden_path() -> Path:
 
 
 def golden_losses(folder: Path, *overrides: str, ranks: int = 1) -> list[float]:
-    """The losses of the run in a fresh `folder`."""
+    """Return the losses of the run in a fresh `folder`."""
     lock = write_synthetic_lock(folder / "data", STEPS * GLOBAL_BATCH, SEQ_LEN, SMALL.vocab_size)
     run = folder / "run"
     settings = {

@@ -45,7 +45,7 @@ SMALL = LaneformerConfig.from_flavor("tiny", swa_layers=(0, 1, 2), **ARCHITECTUR
 
 @functools.cache
 def fork_server() -> subprocess.Popen[str]:
-    """One for all jobs of this test process."""
+    """Start the one server for all jobs of this test process."""
     command = [sys.executable, "-m", "tests.train.fork_server"]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     server = subprocess.Popen(
@@ -193,7 +193,7 @@ def metrics(run: Path) -> list[dict]:
 
 
 def load_saved(run: Path, step: int = STEPS) -> dict[str, Any]:
-    """All that a checkpoint holds."""
+    """Return all that a checkpoint holds."""
     with tempfile.NamedTemporaryFile() as target:
         dcp_to_torch_save(run / f"checkpoint/step-{step}", target.name)
         return torch.load(target.name, weights_only=False)

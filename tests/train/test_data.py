@@ -85,7 +85,7 @@ def read_sequences(lock: Path, numbers: list[int]) -> np.ndarray:
 
 
 def places(loader: MixtureLoader) -> list[tuple[str, int]]:
-    """Where the first windows of its source `code` lie."""
+    """Return where the first windows of its source `code` are."""
     windows = [window for window in loader.locate(0, 40) if window["source"] == "code"]
     return [(window["shard"], window["token_offset"]) for window in windows]
 

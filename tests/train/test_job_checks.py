@@ -123,7 +123,7 @@ def test_contradictions(toy):
 
 
 def test_the_step_after_the_schedule_is_allowed(toy):
-    """A decay branch reaches the minimum in it."""
+    # a decay branch reaches the minimum in it
     check(toy, {"lr_scheduler.total_steps": toy.training.steps - 1})
 
 

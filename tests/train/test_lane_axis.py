@@ -78,7 +78,7 @@ def test_every_figure_is_that_of_whole_ranks(on_lanes, logged_run):
 
 @pytest.mark.parametrize(("lanes", "ranks"), [(4, 4), (1, 1)])
 def test_a_run_goes_on_with_other_ranks(on_lanes, phase1, tmp_path, lanes, ranks):
-    """From the checkpoint of step 4."""
+    # from the checkpoint of step 4
     run = tmp_path / "run"
     copy_stopped_at(4, on_lanes, run)
     train_logged(run, phase1, *mesh(lanes, ranks // lanes), ranks=ranks)

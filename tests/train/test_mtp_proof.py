@@ -40,7 +40,7 @@ def command(*words: object) -> None:
 
 
 def job(run: Path, config: str, lock: Path, steps: int, overrides: str = "") -> Path:
-    """The last checkpoint of one rank's run of configs/`config`.toml."""
+    """Return the last checkpoint of one rank's run of configs/`config`.toml."""
     words = f"""--job.config_file configs/{config}.toml --job.dump_folder {run} --mixture.lock {lock}
         --training.steps {steps} --validation.freq {steps} --checkpoint.interval {steps}
         --metrics.no-enable_wandb {overrides}""".split()

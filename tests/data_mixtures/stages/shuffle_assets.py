@@ -101,7 +101,7 @@ def write_tokens(folder: Path, texts: Sequence[str]) -> dict[str, Any]:
 
 
 def split(texts: Sequence[str], units: int) -> tuple[tuple[str, ...], ...]:
-    """The texts in so many parts of unequal size."""
+    """Split the texts into so many parts of unequal size."""
     cuts = [len(texts) * i * i // units**2 for i in range(units + 1)]
     return tuple(tuple(texts[a:b]) for a, b in pairwise(cuts))
 
@@ -223,7 +223,7 @@ def write_counts(out: Path, source: str, texts: Sequence[Sequence[str]], lie: in
 def prepare_texts(
     out: Path, plan: Recipe, texts: dict[str, Sequence[str]], units: int = 2, replace: bool = False
 ) -> Path:
-    """All stages from fetch to manifest over these texts."""
+    """Run all stages from fetch to manifest over these texts."""
     for source, given in texts.items():
         write_counts(out, source, split(given, units))
     run_shuffle(out, plan, texts, units)

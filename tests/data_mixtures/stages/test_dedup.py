@@ -44,7 +44,7 @@ def flat(texts: Texts) -> list[str]:
 
 
 def deduplicate(out: Path, texts: Texts, wanted: recipe.Recipe) -> Texts:
-    """What stays, by source and unit."""
+    """Return what stays, by source and unit."""
     run_filter(out, texts, wanted)
     for kind in STAGES:
         do_all(kind(wanted, out, tuple(texts)))

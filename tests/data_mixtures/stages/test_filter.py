@@ -44,7 +44,7 @@ def recipe_with(out: Path, sources=("notes",), **limits):
 
 
 def documents(done: filter.Filter, number: int = 0):
-    """The table of a unit, its counts, and its folder."""
+    """Return the table of a unit, its counts, and its folder."""
     folder, receipt = stage.result(done.out, "filter", stage.Unit("notes", number))
     return pq.read_table(folder / stage.DOCUMENTS), receipt["counts"], folder
 

@@ -28,7 +28,7 @@ PLAN = dataclasses.replace(plan_of(seq_len=48, windows_per_shard=20), packing="b
 
 
 def reference(texts: list[str]) -> dict[str, packing.Packed]:
-    """The files of windows, from all texts in memory."""
+    """Return the files of windows, from all texts in memory."""
     unique, train, valid = select(texts, PLAN)
     files, at, parts = {}, 0, dict[str, list[int]]()
     for digest in train:

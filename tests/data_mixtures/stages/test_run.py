@@ -36,7 +36,7 @@ def results(toy: Toy) -> dict[str, bytes]:
 
 
 def start(toy: Toy) -> subprocess.Popen:
-    """The stage in a process of its own."""
+    """Start the stage in its own process."""
     command = [
         sys.executable,
         "-m",

@@ -158,7 +158,7 @@ def test_a_damaged_file_is_refused_and_the_next_start_goes_on(tmp_path, mirror, 
 
 
 def test_what_may_pass_is_tried_again():
-    """Transfers that go wrong are: test_hub."""
+    # transfers that go wrong: test_hub
     again = [
         ConnectionResetError(),
         TimeoutError(),

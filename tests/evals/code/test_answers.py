@@ -78,7 +78,7 @@ def test_a_run_continues_where_it_ended(endpoint, tmp_path):
 
 
 def test_a_failure_loses_no_answer_that_arrived(tmp_path):
-    """The first problem fails once the others are answered."""
+    # the first problem fails once the others are answered
     answered = threading.Semaphore(0)
 
     def generate(prompt, *_, **sampling):

@@ -32,7 +32,6 @@ def start(program: str) -> Solution:
 
 
 def test_a_value_arrives_as_it_left():
-    """Of its own type, at every depth."""
     for value in VALUES:
         arrived = read(json.dumps(runner.plain(value)).encode(), plain)
         assert arrived == value

@@ -77,7 +77,7 @@ def sentencepiece_model() -> bytes:
 
 
 def write_text_parts(folder: Path) -> None:
-    """The tokenizer of both models."""
+    """Write the tokenizer of both models."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "tokenizer.model").write_bytes(sentencepiece_model())
     write_tokenizer(folder / "tokenizer.model", folder, 128)
@@ -149,7 +149,7 @@ def score_one(scorer: Scorer, ids: Sequence[int], start: int) -> Scores:
 
 
 def eval_data() -> Path:
-    """The folder `core` of LANEFORMER_EVAL_DATA: eval_data/<topic>/<task>.jsonl and reference_scores.json."""
+    """Return `core` of LANEFORMER_EVAL_DATA: eval_data/<topic>/<task>.jsonl, reference_scores.json."""
     folder = Path(os.environ.get("LANEFORMER_EVAL_DATA", "")) / "core"
     if "LANEFORMER_EVAL_DATA" not in os.environ or not folder.is_dir():
         pytest.skip(

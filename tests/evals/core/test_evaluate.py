@@ -181,7 +181,7 @@ def test_answers_of_another_model_or_data_are_not_taken(tmp_path, monkeypatch):
 
 
 def test_the_answer_to_every_item_is_kept(folder, tmp_path):
-    """They give the record's figures again."""
+    # the answers give the record's figures again
     write_bundle(tmp_path, LABELS)
     about = About(tmp_path / "run/evals.jsonl", 7)
     record = run(folder, tmp_path, about=about)

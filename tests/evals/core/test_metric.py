@@ -23,7 +23,7 @@ CORE = (0.4334530946631591, 0.41524569073374634)
 
 
 def figures_of(accuracies: dict[str, float], error: float = 0.0) -> dict[str, dict[str, Any]]:
-    """What `aggregate` reads, as summarize_task would give it."""
+    """Return what `aggregate` reads, as summarize_task would give it."""
     given = {t.label: t for t in TASKS if t.label in accuracies}
     return {
         label: {f"centered_{v}": center_accuracy(t, accuracies[label], v) for v in VERSIONS}
@@ -80,7 +80,6 @@ def answers(right: dict[str, list[bool]]):
 
 
 def test_standard_errors_by_hand():
-    """0 of 4 was "± 0.0000"."""
     for right, count in ((0, 4), (4, 4), (3000, 10_000), (3, 4)):
         given = answers({"": [i < right for i in range(count)]})
         figures = summarize_task(task("commonsense_qa"), given, n_total=1221)

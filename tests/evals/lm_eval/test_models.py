@@ -299,7 +299,7 @@ def test_gsm8k_through_the_chat_template(hf_dir, tmp_path, monkeypatch):
 
 @pytest.mark.job
 def test_ifeval_through_the_chat_template(hf_dir, tmp_path, monkeypatch):
-    """lm-eval's own task and checks of instructions, from local files."""
+    # lm-eval's own task and checks of instructions, from local files
     checks = ["punctuation:no_comma", "language:response_language"]
     asked = {"kwargs": [{}, {"language": "en"}], "instruction_id_list": checks}
     prompts = [f"Write about {subject} without any commas." for subject in ("rivers", "towns")]

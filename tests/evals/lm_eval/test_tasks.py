@@ -31,7 +31,7 @@ PIECES = {"vocab_size": 4096, "split_digits": False}
 
 
 def write_pieces(folder: Path, **options) -> Path:
-    """A folder with a tokenizer alone."""
+    """Write a folder with only a tokenizer."""
     (folder / "tokenizer.model").write_bytes(sentencepiece_model(**options))
     write_tokenizer(folder / "tokenizer.model", folder, 4224)
     return folder

@@ -65,7 +65,7 @@ def run(**values: Any) -> dict[str, Any]:
 
 
 def test_figures_of_known_speeds(fake):
-    """Trials alternate between probes, and every process is closed."""
+    # trials alternate between probes, and every process is closed
     result = run(pairs=3)
     assert [each["order"][0] for each in result["workloads"][0]["rounds"]] == [
         OURS,

@@ -20,7 +20,7 @@ NPROC = 2
 
 
 def start_warm(module: list[str], log: Path, env: Mapping[str, str]) -> int:
-    """As `start`, but warm."""
+    """Run `start` by the fork server."""
     places = {"log": str(log), "pid": str(log.with_suffix(".pid"))}
     return ask({"command": [sys.executable, "-m", *module], "environment": dict(env), **places})
 

@@ -79,7 +79,7 @@ def charts_of(html: str) -> dict[str, Json]:
 
 
 def chart_of(card: str) -> Json:
-    """The one chart of a card."""
+    """Return the one chart of a card."""
     (chart,) = charts_of(card).values()
     return chart
 
@@ -203,7 +203,7 @@ def scores(origin: Json, share: float) -> list[Json]:
 
 
 def events(steps: int) -> list[Json]:
-    """Of phase 1, each on two ranks."""
+    """Return events of phase 1, each on two ranks."""
     kinds = [
         ("signal", 1, 0.35, "SIGUSR1 ten minutes before the time limit"),
         ("roll_back", 2, 0.7, "loss z 11.2"),

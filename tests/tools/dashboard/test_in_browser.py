@@ -48,7 +48,7 @@ def browser(tmp_path_factory):
 
 @pytest.fixture
 def page(browser):
-    """The drawn page, every chart as at first."""
+    """Return the drawn page, every chart as at first."""
     places = "[...document.querySelectorAll('.chart > div')]"
     browser.run(f"Promise.all({places}.map(p => {{ p.state = fresh(p.chart); return render(p) }}))")
     return browser

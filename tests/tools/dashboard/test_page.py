@@ -44,7 +44,7 @@ def text(folder):
 
 
 def body_of(folder: Path) -> str:
-    """The page without its script and style."""
+    """Return the page without its script and style."""
     whole = page([read_run(folder)], NOW)
     return whole[whole.index("<main>") : whole.index("</main>")]
 

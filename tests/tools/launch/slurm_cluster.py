@@ -63,7 +63,7 @@ PROLOG = """#!/bin/sh
 
 
 def missing() -> list[str]:
-    """The programs of Slurm and munge that this machine lacks."""
+    """Return the programs of Slurm and munge that this machine lacks."""
     path = f"{os.environ['PATH']}:/usr/sbin"
     return [name for name in DAEMONS if not shutil.which(name, path=path)]
 
@@ -189,7 +189,7 @@ class SlurmCluster:
         return dict(line.split() for line in lines if line)
 
     def job(self, job_id: int) -> dict[str, str]:
-        """What `scontrol show job` says, by field."""
+        """Return `scontrol show job` by field."""
         return dict(
             re.findall(r"(\S+?)=(\S*)", self.command("scontrol", "show", "job", "-o", str(job_id)))
         )

@@ -61,7 +61,7 @@ Call = Callable[..., None]
 
 @pytest.fixture
 def repository(tmp_path, monkeypatch):
-    """What is launched, in the place of this checkout."""
+    """Make a repository to launch in place of this checkout."""
     folder = tmp_path / "repository"
     for package in ("train", "data_mixtures", "models/laneformer"):
         (folder / package).mkdir(parents=True)
@@ -379,7 +379,6 @@ if [ "$1" = show ]; then printf 'n1\\nn2\\nn3\\n'; else exit 1; fi
 
 
 def test_paths_of_any_letters_are_words_of_the_script(tmp_path):
-    """Bash takes it, and runs what it names."""
     folder = tmp_path / 'it\'s 100% "a" $HOME; `run`'
     output = f"{folder}/ran"
     supervisor = f'#!/bin/sh\nprintf \'%s\\n\' "$0" "$@" > {shlex.quote(output)}\n'

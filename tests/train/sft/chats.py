@@ -65,7 +65,7 @@ def plain_model(dtype: torch.dtype = torch.float64) -> Laneformer:
 
 
 def titan_model(**args: Any) -> TitanLaneformer:
-    """The trainer's model with the same weights, in float64."""
+    """Return the trainer's model with the same weights, in float64."""
     model = TitanLaneformer(
         LaneformerArgs(config=CONFIG, attention="sdpa", mask_documents=True, bos_id=1, **args)
     )

@@ -32,7 +32,7 @@ def flags(parent: Path, steps: int = STEPS) -> tuple[str, ...]:
 
 @pytest.fixture(scope="module")
 def whole(lock, parent, tmp_path_factory):
-    """configs/debug_sft.toml on two ranks."""
+    """Run configs/debug_sft.toml on two ranks."""
     run = tmp_path_factory.mktemp("sft") / "whole"
     succeed(run, lock, *flags(parent), config="debug_sft")
     return run

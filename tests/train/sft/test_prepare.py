@@ -349,7 +349,6 @@ def test_what_a_user_can_get_wrong_is_one_sentence(arguments, changes, says):
 
 
 def test_a_path_is_taken_as_it_is(arguments, tmp_path, monkeypatch):
-    """Also with "=" in it, and in capitals."""
     monkeypatch.setenv("HOME", str(tmp_path))
     for name in ("lang=en/x.JSONL", "a=b.jsonl.GZ", "~/chat.jsonl"):
         path = Path(name).expanduser() if name.startswith("~") else tmp_path / name

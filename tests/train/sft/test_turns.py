@@ -250,7 +250,7 @@ def test_the_template_goes_with_the_model_and_the_default_is_the_published_one(
 
 
 def test_without_the_option_ids_and_hashes_are_those_of_before():
-    """Taken from the code before there was the option."""
+    # values from the code before the option existed
     tokenizer = byte_level(["What is it? It is 7. "] * 9, ["<s>", EOS], 300)
     published = PromptEncoder(
         tokenizer, {"chat_template": CHAT_TEMPLATE.read_text(), "eos_token": EOS}
@@ -311,7 +311,7 @@ def test_tools_are_described_as_by_the_server_for_templates_without_any():
 
 
 def struct(name: str, **arguments: Any) -> Row:
-    """A call whose arguments are values."""
+    """Return a call whose arguments are values."""
     return {"type": "function", "function": {"name": name, "arguments": arguments}}
 
 
@@ -322,7 +322,7 @@ OF_TWO = {
 
 
 def use_tool(name: str, tools: Any = None, **arguments: Any) -> Row:
-    """A row in which the assistant calls a tool."""
+    """Return a row in which the assistant calls a tool."""
     called = turn("assistant", "", tool_calls=[struct(name, **arguments)])
     return {"messages": [ASKED[0], called, turn("tool", "9")], "tools": tools}
 
@@ -395,7 +395,7 @@ def test_values_that_json_has_not_are_refused(encoder):
     ],
 )
 def test_what_the_template_does_not_show_is_named(encoder, prepared_data, row, tools, ignored):
-    """Of a row, and of what the assistant output."""
+    # of a row, and of the assistant's output
     chosen = encoder if tools else encoder_of(prepared_data, CHAT_TEMPLATE)
     assert encode(row, chosen, tools, SEQ_LEN, False).ignored == ignored
 
