@@ -19,11 +19,12 @@ def records(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def cell(value: Any) -> str:
-    """Format text unchanged; numbers with three digits, commas from 100, powers of 1,000 from 10**6."""
+    """Format a value: text unchanged, numbers with three digits."""
     if isinstance(value, bool):
         return "yes" if value else "NO"
     if not isinstance(value, (int, float)):
         return "-" if value is None else str(value)
+    # commas from 100 on, powers of 1,000 from a million on
     if abs(value) < 100:
         return f"{value:.3g}" if isinstance(value, float) else str(value)
     return f"{value:,.0f}" if abs(value) < 1e6 else Decimal(f"{value:.4g}").to_eng_string()

@@ -172,8 +172,8 @@ def run(name: str, benchmark: Any, arguments: Sequence[str]) -> None:
     """Run `python -m tools.bench NAME`: measure, report, end with one JSON line.
 
     Args:
-        benchmark: a module with `Options` (a subclass of the class above whose docstring is the help
-            text), `measure(options, console)` (ValueError for what cannot be measured),
+        benchmark: a module with `Options` (a subclass of the class above whose docstring is the
+            help text), `measure(options, console)` (ValueError for what cannot be measured),
             `section(options, result)` (title and body) and `FILE_START`, which opens a new file.
     """
     # here: the CUDA benchmark, which runs on other machines, needs none of them
