@@ -2,14 +2,15 @@
 
     python -m tests.train.fork_server
 
-Imports take eight seconds, a fork a few milliseconds. `subprocess` runs `python -m NAME` for the
-programs in WARM by a fork with the arguments, environment, signal handlers and descriptors that it
-would have after exec; the supervisor, torchrun's agent and the ranks are real processes.
+Imports take eight seconds, a fork a few milliseconds. Here and in forks, `subprocess` runs
+`python -m NAME` for the programs in WARM by a fork with the arguments, environment, signal handlers
+and descriptors as after exec; supervisor, torchrun's agent and ranks are real processes.
 tests/train/test_production.py has a job that is really started.
 
 Each line of stdin is a job, {"command", "environment", "log"}, answered by its exit status.
 `command` is the command line of one process; with "ranks" and "limit_s" it is the arguments of
-`python -m train` for that many processes without torchrun, answered by a list of exit statuses.
+`python -m train` for that many processes without torchrun, answered by a list of exit statuses;
+the first failure ends the others.
 """
 
 from __future__ import annotations

@@ -96,7 +96,7 @@ def launch(
     config: str = "debug_phase1",
     fails: bool = False,
 ) -> subprocess.CompletedProcess[str]:
-    """Run one training job in its own processes; `overrides` are TorchTitan command-line flags."""
+    """Run a training job in its own processes; `overrides` are TorchTitan command-line flags."""
     settings = {
         "training.global_batch_size": GLOBAL_BATCH,
         "training.steps": STEPS,
@@ -118,8 +118,7 @@ def run_job(
 ) -> subprocess.CompletedProcess[str]:
     """Run `python -m train` on `ranks` processes and return their output as stdout.
 
-    Past `limit_s` seconds it also holds where each of them was. AssertionError unless the job ends
-    well, or fails where `fails`.
+    After `limit_s` seconds it also has the stacks of each. AssertionError for an unexpected end.
     """
     log = run.with_name(f"{run.name}.{time.monotonic_ns()}.log")
     job = {

@@ -149,7 +149,7 @@ def score_one(scorer: Scorer, ids: Sequence[int], start: int) -> Scores:
 
 
 def eval_data() -> Path:
-    """Return `core` of LANEFORMER_EVAL_DATA: eval_data/<topic>/<task>.jsonl, reference_scores.json."""
+    """Return `core` of LANEFORMER_EVAL_DATA, with eval_data/<topic>/<task>.jsonl."""
     folder = Path(os.environ.get("LANEFORMER_EVAL_DATA", "")) / "core"
     if "LANEFORMER_EVAL_DATA" not in os.environ or not folder.is_dir():
         pytest.skip(
