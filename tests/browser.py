@@ -1,4 +1,4 @@
-"""A real browser without a window, for tests of pages; they skip themselves where there is none."""
+"""A real headless browser for tests of pages; the tests skip themselves where there is none."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ FLAGS = (
 
 
 class Page:
-    """A page that a test uses as a person does, over Chromium's debugging protocol on a pair of pipes.
+    """A page driven over Chromium's debugging protocol on a pair of pipes.
 
-    console: what the page logged, uncaught exceptions, and what the browser complained about (a missing file,
-    a violated Content-Security-Policy), since the last `open`.
+    console: messages of the page, uncaught exceptions and the browser's complaints (a missing
+    file, a violated Content-Security-Policy) since the last `open`.
     """
 
     def __init__(self, profile: Path):
@@ -60,7 +60,7 @@ class Page:
             self.call(f"{domain}.enable")
 
     def call(self, method: str, **params: Any) -> dict[str, Any]:
-        """One command of the protocol; RuntimeError where the browser refuses it."""
+        """Send one command of the protocol; RuntimeError where the browser refuses it."""
         self._calls += 1
         message = {"id": self._calls, "method": method, "params": params, **self._session}
         os.write(self._out, json.dumps(message).encode() + b"\0")
@@ -96,18 +96,16 @@ class Page:
             )
 
     def open(self, address: str) -> None:
-        """Navigate there and wait until the page has loaded.
-
-        The browser answers the command before it replaces the document: without the mark, a slow machine goes
-        on with the old one, and what is typed into it is lost.
-        """
+        """Navigate and wait until the page has loaded."""
         self.console.clear()
+        # the browser answers before it replaces the document: without this mark a slow machine
+        # goes on with the old one, and what is typed into it is lost
         self.run("void (document.isLeft = true)")
         self.call("Page.navigate", url=address)
         self.until("!document.isLeft && document.readyState === 'complete'")
 
     def run(self, expression: str) -> Any:
-        """The value of a JavaScript expression, awaited if it is a promise; RuntimeError where it throws."""
+        """Return a JavaScript expression's value, awaited if a promise; RuntimeError on a throw."""
         outcome = self.call(
             "Runtime.evaluate", expression=expression, awaitPromise=True, returnByValue=True
         )
@@ -134,7 +132,7 @@ class Page:
         self.call("Input.insertText", text=text)
 
     def press(self, key: str, text: str = "", modifiers: int = 0) -> None:
-        """A key, by its name of KeyboardEvent.key; `text`: what it writes."""
+        """Press a key, by its KeyboardEvent.key name; `text`: what it writes."""
         code = {"Enter": 13, "Escape": 27, "Tab": 9, "ArrowUp": 38}.get(key, ord(key[0]))
         both = {"key": key, "windowsVirtualKeyCode": code, "modifiers": modifiers}
         self.call(

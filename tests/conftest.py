@@ -1,4 +1,4 @@
-"""Assets shared by tests that hold several parts together; everything is made here, in seconds."""
+"""Assets that tests of several parts share; each takes seconds to make."""
 
 from __future__ import annotations
 
@@ -15,23 +15,22 @@ from examples import corpus
 
 pytest_plugins = ["tests.tiers", "tests.proofs", "tests.schedule", "tests.shared", "pytester"]
 
-# examples are timed on shared machines: a limit per example would fail on a slow day; a change is tried with the same
-# examples each time, and the nightly looks for new ones
+# examples are timed on shared machines: a limit per example would fail on a slow day; a change is
+# tried with the same examples each time, and the nightly looks for new ones
 hypothesis.settings.register_profile("change", deadline=None, derandomize=True)
 hypothesis.settings.register_profile("nightly", deadline=None)
 hypothesis.settings.load_profile("change")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Hide the GPUs, from processes that tests start as well: a job would need one for each of its ranks.
-    `-m gpu` alone runs the tests that are for them.
-    """
+    """Hide the GPUs, also from processes that tests start, unless `-m gpu` alone is given."""
+    # a job would need a GPU for each of its ranks
     if config.option.markexpr != "gpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
-# a shell that starts the tests in the background has Ctrl-C ignored, in every process that the tests
-# start as well
+# a shell that starts the tests in the background has Ctrl-C ignored, in every process that the
+# tests start as well
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -39,7 +38,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 @pytest.fixture
 def pytester(pytester, monkeypatch):
-    """Pytest's own fixture; its sessions find our plugins and do not know of this session's workers."""
+    """Extend pytest's fixture: its sessions find our plugins and ignore this session's workers."""
     for name in [name for name in os.environ if name.startswith("PYTEST_")]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
@@ -88,9 +87,7 @@ web = 0
 
 @pytest.fixture(scope="session")
 def prepared_data(shared):
-    """A data directory with three small sources, a 512-piece tokenizer and the locks of two
-    phases, windows of 32.
-    """
+    """Return three small sources, a 512-piece tokenizer, two phases' locks, windows of 32."""
     return shared("prepared_data", prepare) / "out"
 
 

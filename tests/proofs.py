@@ -97,7 +97,7 @@ def leave(key: str) -> None:
 
 
 def key_of(name: str, module: Path, patterns: tuple[str, ...], programs: bool = False) -> str:
-    """The hash of all that decides a test; ValueError for a pattern that matches no file."""
+    """Return the hash of all that decides a test; ValueError for a pattern that matches no file."""
     whole = hashlib.sha256(f"{name}\n{surroundings()}\n".encode())
     for path in sorted({*list_reached(module, programs), *match_patterns(patterns)}):
         whole.update(f"{path.relative_to(ROOT)} {content_hash(path)}\n".encode())
@@ -121,7 +121,7 @@ def content_hash(path: Path) -> str:
 
 @functools.cache
 def surroundings() -> str:
-    """Versions of compilers and wheels, the processor's flags, and the one switch of the environment."""
+    """Return versions of compilers and wheels, the processor's flags, and BELOW_AMX."""
     info = (
         Path("/proc/cpuinfo").read_text()
         if Path("/proc/cpuinfo").exists()
@@ -142,9 +142,7 @@ def surroundings() -> str:
 
 @functools.cache
 def list_reached(module: Path, programs: bool = False) -> frozenset[Path]:
-    """The files of this repository that a module imports, directly or not, itself and its conftest files included;
-    programs: without these.
-    """
+    """Return the module, its conftest files unless `programs`, and all files here they import."""
     todo, found = [module, *([] if programs else conftests(module))], set()
     while todo:
         path = todo.pop()
@@ -161,10 +159,11 @@ def conftests(module: Path) -> list[Path]:
 
 @functools.cache
 def imports(path: Path) -> tuple[Path, ...]:
-    """Files of ours that one file imports, lazily and for typing, too; a module's packages run first."""
+    """Return the repository files that one file imports, lazily and for typing included."""
     base = ROOTS["laneformer"] if path.is_relative_to(ROOTS["laneformer"]) else ROOT
     package = ".".join(path.relative_to(base).parent.parts)
     names: set[str] = set()
+    # a module's packages run first
     for module, name in list_imports(ast.parse(path.read_text(encoding="utf-8")), package):
         names |= {module, f"{module}.{name}"}
     return tuple(file for name in names for file in files_of(name))
@@ -172,7 +171,7 @@ def imports(path: Path) -> tuple[Path, ...]:
 
 @functools.cache
 def files_of(name: str) -> tuple[Path, ...]:
-    """The file of a dotted name and the `__init__.py` of its packages; none if it is not ours."""
+    """Return the file of a dotted name and its packages' `__init__.py`; () outside this tree."""
     parts = name.split(".")
     if parts[0] not in OURS:
         return ()

@@ -1,10 +1,10 @@
-"""The order in which pytest-xdist starts tests: groups by file, the longest first, what rotates behind the others.
+"""The order in which pytest-xdist starts tests: groups by file, longest first, rotating ones last.
 
-A group runs in one worker. Tests that use a fixture of module scope stay together; the others of a long file are
-cut into groups of about GROUP_S. Workers write the groups to a file, which the scheduler reads: the marks of
-`--dist loadgroup` get lost with pytest 9.2, where xdist 3.8 appends them to an attribute that nobody reads.
+A group runs in one worker. Tests that use a fixture of module scope stay together; the others of a
+long file are cut into groups of about GROUP_S. Workers write the groups to a file for the
+scheduler, as pytest 9.2 with xdist 3.8 loses the marks of `--dist loadgroup`.
 `--no-loadscope-reorder` keeps xdist from sorting groups by their number of tests.
-Durations come from durations.json, which `pytest --write-durations` brings up to date.
+`pytest --write-durations` updates durations.json.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def place(group: str, seconds: float) -> tuple[bool, float, str]:
 
 
 class GroupScheduling(LoadScopeScheduling):
-    """One worker runs all tests of a group; groups start in the order of collection."""
+    """Run all tests of a group in one worker; start groups in the order of collection."""
 
     def __init__(self, config: pytest.Config, log: Producer) -> None:
         super().__init__(config, log)
@@ -81,13 +81,13 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadSco
 
 
 def shares_a_fixture(item: pytest.Item) -> bool:
-    """Whether it uses a fixture that is made once for a module or a class."""
+    """Return whether the test uses a fixture of module, class or package scope."""
     known = item._fixtureinfo.name2fixturedefs  # type: ignore[attr-defined]
     return any(fixtures[-1].scope in ("module", "class", "package") for fixtures in known.values())
 
 
 class Stopwatch:
-    """Sums what set-up, call and tear-down of each test took; in the process that controls the workers."""
+    """Sum set-up, call and tear-down times of each test, in the controlling process."""
 
     def __init__(self) -> None:
         self.seconds: defaultdict[str, float] = defaultdict(float)
@@ -105,7 +105,7 @@ class Stopwatch:
 
 
 def merge_durations(known: dict[str, float], measured: dict[str, float], skipped: set[str]) -> str:
-    """The file's content: measured tests replace known ones, but for those that were skipped."""
+    """Return the file's content: measured tests replace known ones unless skipped."""
     ran = {name: round(taken, 1) for name, taken in measured.items() if name not in skipped}
     kept = {name: taken for name, taken in {**known, **ran}.items() if taken >= LEAST_S}
     return json.dumps(dict(sorted(kept.items())), indent=1) + "\n"

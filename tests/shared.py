@@ -1,8 +1,8 @@
 """Folders that tests of all pytest-xdist workers read, each made once in a session.
 
-`shared(name, make)` calls make(folder) in whichever worker needs the folder first; the others wait for it, and
-where it failed they fail at once with the same error. Nobody may change such a folder: at the session's end each
-is compared with what it was when it was made.
+`shared(name, make)` calls make(folder) in the first worker that needs it; the others wait, or fail
+at once with the same error. No test may change such a folder: the session's end compares each with
+what it was when it was made.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from pathlib import Path
 import pytest
 from filelock import FileLock
 
-# written by running code, by asking git, by engines beside a model, and by wandb after its run has ended
+# written by running code, by asking git, by engines beside a model, and by wandb after its run has
+# ended
 IGNORED = {"__pycache__", ".git", ".packed", "debug-core.log"}
 
 
@@ -48,7 +49,7 @@ class Shared:
         return folder
 
     def changes(self) -> list[str]:
-        """What is not as it was when it was made, a line for each file."""
+        """Return a line for each file that has changed since it was made."""
         lines = []
         for marker in sorted(self.root.glob("*.done")):
             was, now = json.loads(marker.read_text()), digest(marker.with_suffix(""))
@@ -66,7 +67,7 @@ def kind(name: str, was: dict[str, str], now: dict[str, str]) -> str:
 
 
 def digest(folder: Path) -> dict[str, str]:
-    """Path below the folder -> hash of the file's content and time of its last change."""
+    """Return relative path -> hash of the content and modification time."""
     found = {}
     for path in sorted(folder.rglob("*")):
         if path.is_file() and not IGNORED & set(path.relative_to(folder).parts):
@@ -76,7 +77,7 @@ def digest(folder: Path) -> dict[str, str]:
 
 
 def root_of(config: pytest.Config) -> Path:
-    """The same in all workers of a session and in the process that controls them."""
+    """Return the folder's root, the same in all workers and the controlling process."""
     base = config._tmp_path_factory.getbasetemp()  # type: ignore[attr-defined]
     return (base.parent if hasattr(config, "workerinput") else base) / "shared"
 

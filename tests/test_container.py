@@ -1,4 +1,4 @@
-"""The Dockerfile: built and run where a container runtime answers, else its commands in a bare Debian tree."""
+"""Tests of the Dockerfile, in a container runtime or by its commands in a bare Debian tree."""
 
 from __future__ import annotations
 
@@ -52,13 +52,14 @@ def test_its_instructions_name_what_is_there():
 
 
 def inside(tree: Path, command: list[str]) -> list[str]:
-    """A command in a tree, with the devices and processes of this machine for as long as it runs."""
+    """Return a command in a tree, with this machine's devices and processes while it runs."""
     mounts = f"mount --rbind /dev {tree}/dev && mount -t proc proc {tree}/proc"
     return ["unshare", "-m", "sh", "-c", f'{mounts} && exec chroot {tree} "$@"', "sh", *command]
 
 
 def build(folder: Path) -> tuple[Path, dict[str, str]]:
-    """The last stage of the Dockerfile as a tree, and its environment; each stage begins with the bare system."""
+    """Return the Dockerfile's last stage as a tree, and its environment."""
+    # each stage begins with the bare system
     bare, stages, environment = folder / "bare", dict[str, Path](), dict[str, str]()
     run(["debootstrap", "--variant=minbase", "trixie", str(bare)])
     certificates = os.environ.get("SSL_CERT_FILE", "/etc/ssl/certs/ca-certificates.crt")
@@ -103,7 +104,7 @@ def run(command: list[str], **environment: str) -> None:
 
 @pytest.fixture
 def server_address(tmp_path):
-    """The address of a server in the container, with a tiny model."""
+    """Return the address of a server in the container, with a tiny model."""
     model = write_model(tmp_path / "model", max_position_embeddings=512)
     command = [*json.loads(dict(INSTRUCTIONS)["CMD"]), "--port", "8123"]
     if RUNTIME:

@@ -1,6 +1,6 @@
-"""README and docs: every fenced command is parsed by its program, commands and links lead somewhere.
+"""Tests that fenced commands in README and docs parse, and that commands and links lead somewhere.
 
-`python -m tests.test_documents [PAGE ...]` prints the faults of fenced commands: nothing that they do is done.
+`python -m tests.test_documents [PAGE ...]` prints the faults of fenced commands; none is executed.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ JOB = "train.job_config"  # parses and checks the flags of `python -m train`
 
 
 class Parsed(BaseException):
-    """A program's arguments have been parsed; it ends here. `rest`: those that it passes on to a job."""
+    """Ends a program when its arguments are parsed. `rest`: those that it passes on to a job."""
 
     def __init__(self, rest: Sequence[str]):
         self.rest = rest
 
 
 def stop_after_parsing() -> None:
-    """From now on every program of this process ends where tyro or argparse has read its arguments."""
+    """Make programs of this process end where tyro or argparse has read their arguments."""
     for parser, name in (
         (TyroBackend, "parse_args"),
         (argparse.ArgumentParser, "parse_known_args"),
@@ -65,7 +65,7 @@ def then_stop(parse: Callable[..., tuple[Any, list[str] | None]]) -> Callable[..
 
 
 def fenced_commands(page: Path) -> Iterator[tuple[str, list[str]]]:
-    """(module, or "make", and its arguments) of our programs in the fenced blocks of a page."""
+    """Yield (module, or "make", and its arguments) of our programs in a page's fenced blocks."""
     blocks = re.findall(r"^```(\w*)\n(.*?)^```", page.read_text(encoding="utf-8"), re.M | re.S)
     for language, block in blocks:
         for line in block.replace("\\\n", " ").splitlines() if language in ("", "bash") else ():
@@ -86,7 +86,7 @@ def fenced_commands(page: Path) -> Iterator[tuple[str, list[str]]]:
 
 
 def fault_of(program: str, arguments: list[str]) -> str | None:
-    """What the program's own parser says against its arguments, and the job's against those of a job."""
+    """Return the error of the program's parser, or of the job's parser for the job's arguments."""
     if program == "make":
         known = re.findall(r"^([\w-]+)(?::|(?= [\w -]+:))", (ROOT / "Makefile").read_text(), re.M)
         return None if arguments[0] in known else f"make has no target {arguments[0]}"
@@ -133,7 +133,6 @@ def print_faults(pages: Sequence[Path]) -> None:
 
 @pytest.mark.job
 def test_every_fenced_command_is_parsed_by_its_program(tmp_path):
-    """An unknown flag, value or module is named with its page; planted ones are."""
     assert sum(len([*fenced_commands(page)]) for page in GUIDES) > 80
     planted = {
         "python -m tools.gone x": "No module named tools.gone",
@@ -166,10 +165,9 @@ def test_commands_and_links():
 
 
 def faults_of(page: Path) -> Iterator[str]:
-    """Commands whose module cannot be run, job files and links that lead nowhere; a page with a commit of its own
-    has links alone.
-    """
+    """Yield modules that cannot be run, and job files and links that lead nowhere."""
     text = re.sub("<!--.*?-->", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    # of a page with a commit of its own, only links count
     commands = "" if FROZEN in text else text
     modules = {
         name for name in re.findall(r"-m ([\w.]+\w)", commands) if name.split(".")[0] in OURS
@@ -187,7 +185,7 @@ def faults_of(page: Path) -> Iterator[str]:
 
 
 def exists(module: str) -> bool:
-    """Whether `python -m module` finds something that it would run."""
+    """Return whether `python -m module` finds something to run."""
     try:
         spec = importlib.util.find_spec(module)
         if spec and spec.submodule_search_locations:
@@ -214,9 +212,7 @@ def test_what_leads_nowhere_is_named(tmp_path):
 
 
 def test_no_page_promises_an_index():
-    """docs/release.md says what it takes; until then, `pip install laneformer` would install whatever somebody
-    registers.
-    """
+    # until docs/release.md is done, `pip install laneformer` would install what anybody registers
     promise = re.compile(r"(pipx?|uv)\b.*\b(install|run)\b[^.\n]*?[\s\"']laneformer\b(?!-)")
     found = [
         f"{page.name}: {line}"
@@ -286,8 +282,8 @@ def test_the_first_page_has_ten_lines_for_each_kind_of_machine():
 @pytest.mark.rotate
 @pytest.mark.parametrize("name", ["Chat", "Serving"])
 def test_chat_and_serving_are_executed(name, tmp_path):
-    """All but `make chat`, which has a test of its own; serving goes on with the model of the chat."""
     model = write_model(tmp_path, max_position_embeddings=512)
+    # `make chat` has its own test; serving goes on with the model of the chat
     lines = [
         line
         for line in dict(SECTIONS)[name].splitlines()

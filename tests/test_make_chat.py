@@ -1,4 +1,4 @@
-"""`make chat` as a newcomer types it: a model from PyPI, its server, the playground in a browser, and Ctrl-C."""
+"""Test of `make chat`: a model from PyPI, its server, the playground in a browser, Ctrl-C."""
 
 from __future__ import annotations
 

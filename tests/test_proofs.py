@@ -1,4 +1,4 @@
-"""Proofs: what changes a key, and that only a test that has passed is skipped the next time."""
+"""Tests of proofs: what changes a key, and that only a test that passed is skipped next time."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ FILES = {
 
 @pytest.fixture
 def checkout(pytester, monkeypatch):
-    """A repository of one proof, its helper and its input."""
+    """Make a repository of one proof, its helper and its input."""
     for name, text in FILES.items():
         (pytester.path / name).parent.mkdir(exist_ok=True)
         (pytester.path / name).write_text(text)
@@ -64,7 +64,7 @@ def test_a_proof_is_not_repeated_and_nothing_else_is_skipped(checkout, pytester,
 
 @pytest.mark.parametrize("programs", [False, True])
 def test_one_changed_byte_of_an_input_is_another_proof(checkout, programs):
-    """Programs that are compiled depend on no conftest file."""
+    # compiled programs depend on no conftest file
     for name in (
         "kernels/a.cu",
         "tests/helper.py",
@@ -97,7 +97,7 @@ def test_imports_are_followed_through_packages_and_in_functions():
 
 
 def test_every_proof_reaches_what_it_names():
-    """The patterns of each mark match, and sources beside the imported modules are among the inputs."""
+    # patterns of each mark match, and sources beside the imported modules are inputs
     for path in sorted((ROOT / "tests").rglob("test_*.py")):
         text = path.read_text(encoding="utf-8")
         if "mark.proof(" in text and path.parent.name == "cuda":

@@ -1,4 +1,4 @@
-"""The longest groups start first and what rotates last; tests that share a module's fixture stay together."""
+"""Tests that the longest groups start first, rotating ones last, and module fixtures group."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ PLUGIN = "import pathlib\nfrom tests import schedule\nschedule.DURATIONS = pathl
 
 @pytest.fixture(autouse=True)
 def no_deadline(monkeypatch):
-    """The deadline of the run that these tests belong to is not that of the runs inside them."""
+    """Remove this run's deadline from the runs inside these tests."""
     monkeypatch.delenv("ROTATE_UNTIL", raising=False)
 
 
@@ -73,7 +73,7 @@ def test_the_longest_group_starts_first(pytester):
 
 
 def test_a_group_runs_in_one_worker(pytester):
-    """Also with as many workers as groups, where xdist without the groups would spread the tests."""
+    # even with as many workers as groups, where xdist alone would spread the tests
     run(pytester, 2, {}, test_x=WORKER, test_y=WORKER)
     logs = [(pytester.path / f"test_{name}.py.log").read_text().split() for name in "xy"]
     assert [(len(log), len(set(log))) for log in logs] == [(6, 1)] * 2
@@ -88,6 +88,6 @@ def test_measured_times_replace_known_ones():
 
 
 def test_listed_tests_have_files():
-    """A file that was renamed takes its durations along."""
+    # a renamed file takes its durations along
     files = {name.split("::")[0] for name in json.loads(schedule.DURATIONS.read_text())}
     assert not [file for file in files if not (ROOT / file).is_file()]

@@ -1,4 +1,4 @@
-"""Shared folders are made once for all workers, a failure is not repeated, and a change is seen."""
+"""Tests that shared folders are made once, failures are not repeated, changes are seen."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_made_once_whatever_happens(pytester, options, fails, writes):
 
 
 def test_a_half_made_folder_is_made_again(tmp_path):
-    """Of a worker that was killed, whose lock the system has released."""
+    # by a killed worker, whose lock the system has released
     (tmp_path / "data").mkdir()
     (tmp_path / "data/half").touch()
     folder = Shared(tmp_path)("data", lambda folder: (folder / "whole").touch())

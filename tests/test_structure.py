@@ -1,4 +1,4 @@
-"""The arrows inside the source, and tools.check.structure on planted violations; `make structure` runs the check."""
+"""Tests of the source's import arrows, and of tools.check.structure on planted violations."""
 
 from __future__ import annotations
 
@@ -182,7 +182,7 @@ def test_sizes_count_source_tests_and_native_lines_apart(tmp_path):
 
 
 def test_tokens_are_what_a_reader_has_to_read():
-    """x = f(1, "a") has eight tokens: neither layout nor prose counts."""
+    # x = f(1, "a") has eight tokens: neither layout nor prose counts
     code = 'x = f(1, "a")\n'
     function = f'"""Module."""\n\n\ndef g():\n    """Function."""\n    # why\n    {code}\n'
     assert structure.count_tokens(code) == 8
@@ -208,8 +208,8 @@ def test_long_files_functions_and_classes_are_found(tmp_path):
 
 
 def test_private_names_of_torch_stand_in_one_file():
-    """What a new version may move. `torch._foreach_norm` is what torch's own clipping of gradients calls."""
     # not torch.ops: operators, which the policy of checkpoints names
+    # a new version may move them; torch's own clipping of gradients calls `torch._foreach_norm`
     private = re.compile(r"torch(?!\.ops\.)(?:\.[a-z]\w*)*\._[a-z]\w*")
     names: dict[str, set[str]] = {}
     for path in (*ROOT.glob("models/laneformer/**/*.py"), *ROOT.glob("train/**/*.py")):

@@ -1,4 +1,4 @@
-"""What rotates runs an eighth a day, all eighths make the whole, and the summary names what did not run."""
+"""Tests that an eighth rotates each day, all eighths make the whole, skips are named."""
 
 from __future__ import annotations
 

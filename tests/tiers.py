@@ -1,11 +1,11 @@
-"""Three tiers of tests, so that a change waits for what it can break and no longer.
+"""Three tiers of tests, so that a change waits only for what it can break.
 
 - unit: no mark; under 5 s, no whole job. `make test` runs these.
 - job: `pytest.mark.job`; every change (`make test-all`).
-- rotate: `pytest.mark.rotate`, and every proof (proofs.py). `--rotate today` runs an eighth of them, chosen by a hash
-  of the test's name and the day, after all others, in an order that the day draws, so that none always comes last. None
-  begins after ROTATE_UNTIL, a Unix time that `.ci/run` sets, nor one that durations.json expects to end more than
-  GRACE_S later. `make nightly` runs all.
+- rotate: `pytest.mark.rotate`, and every proof (proofs.py). `--rotate today` runs an eighth of
+  them, after all others and in an order that changes by the day. None begins after ROTATE_UNTIL,
+  a Unix time that `.ci/run` sets, nor one that durations.json expects to end more than GRACE_S
+  later. `make nightly` runs all.
 
 A test that is left out skips itself, and the summary names it.
 """
@@ -47,7 +47,7 @@ def rotates(item: pytest.Item) -> bool:
 
 
 def is_chosen(name: str, rotate: str) -> bool:
-    """Whether a rotating test of this name belongs to the eighth that `--rotate` asks for."""
+    """Return whether a rotating test belongs to the eighth that `--rotate` asks for."""
     if rotate in ("all", "none"):
         return rotate == "all"
     eighth = today() % EIGHTHS if rotate == "today" else int(rotate)
@@ -55,12 +55,13 @@ def is_chosen(name: str, rotate: str) -> bool:
 
 
 def today() -> int:
-    """The day's number, the same in all workers of a session that midnight divides."""
+    """Return the day's ordinal, the same in all workers."""
+    # kept in the environment: midnight may fall within a session
     return int(os.environ.setdefault("ROTATE_DAY", str(datetime.now(UTC).toordinal())))
 
 
 def draw_place(name: str) -> int:
-    """Where a rotating group stands in the order of today."""
+    """Return a rotating group's place in the order of today."""
     return zlib.crc32(f"{today()} {name}".encode())
 
 
@@ -70,7 +71,7 @@ def durations() -> dict[str, float]:
 
 
 def is_in_time(name: str, now: float, until: float) -> bool:
-    """Whether a rotating test may begin now, and is expected to end soon enough."""
+    """Return whether a rotating test may begin now and is expected to end in time."""
     return now <= min(until, until + GRACE_S - durations().get(name, 0.0))
 
 
@@ -86,7 +87,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """What did not run, by file."""
+    """List what did not run, by file."""
     stats = terminalreporter.stats
     for reason in (LEFT_OUT, TOO_LATE):
         left_out = Counter(

@@ -1,4 +1,4 @@
-"""Small Hugging Face tokenizers, made of what real ones are made of."""
+"""Small Hugging Face tokenizers, built from the parts of real ones."""
 
 from __future__ import annotations
 
@@ -36,9 +36,10 @@ def byte_level(
     pattern: str | None = PATTERN,
     unused: int = 0,
 ) -> Any:
-    """A byte-level BPE; special: added tokens, the first of which its post-processor puts before a text.
+    """Train a byte-level BPE.
 
-    unused: pieces that no text gives, before the added ones.
+    special: added tokens, the first of which its post-processor puts before a text. unused: pieces
+    that no text gives, before the added ones.
     """
     made = Tokenizer(models.BPE())
     plain = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pattern is None)
@@ -63,7 +64,7 @@ def byte_level(
 
 
 def save(made: Tokenizer, folder: Path, **config: Any) -> Path:
-    """tokenizer.json, and tokenizer_config.json if there is anything in it."""
+    """Write tokenizer.json, and tokenizer_config.json if there is anything in it."""
     folder.mkdir(parents=True, exist_ok=True)
     made.save(str(folder / "tokenizer.json"))
     if config:
@@ -81,6 +82,6 @@ def prompt_encoder(folder: Path) -> PromptEncoder:
 def encode_chat(
     folder: Path, messages: Sequence[Mapping[str, Any]]
 ) -> tuple[list[int], list[bool]]:
-    """Ids of a conversation in a folder's chat template, and which of them are trained."""
+    """Return a conversation's ids in a folder's chat template, and which are trained."""
     ids, answers = prompt_encoder(folder).training(messages)
     return ids, [any(begin <= place < end for begin, end in answers) for place in range(len(ids))]

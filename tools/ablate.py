@@ -102,7 +102,7 @@ def main() -> None:
 
 
 def read_plan(options: Options) -> Plan:
-    """ValueError for what the file or the options get wrong."""
+    """Read the plan; ValueError for errors of the file or the options."""
     path = options.config
     values = tomli.loads(path.read_text(encoding="utf-8"))
     keys = [field.name for field in fields(Plan)]
@@ -121,7 +121,7 @@ def read_plan(options: Options) -> Plan:
 
 
 def plan_runs(plan: Plan, out: Path, shared: Sequence[str]) -> list[Run]:
-    """All variants of one seed after those of another. ValueError for an option that no section of a job has."""
+    """Return all variants of one seed after those of another; ValueError for an unknown option."""
     refuse_unknown_options(shared)
     job = ["--job.config_file", plan.job, *shared]
     training = read_job(job).training
@@ -140,7 +140,7 @@ def plan_runs(plan: Plan, out: Path, shared: Sequence[str]) -> list[Run]:
 
 
 def settings_of(plan: Plan, runs: Sequence[Run], shared: Sequence[str]) -> dict[str, Any]:
-    """What results must have in common to be compared, and the flags of each variant."""
+    """Return what results must share to be compared, and the flags of each variant."""
     lock = read_job(runs[0].flags).mixture.lock
     return {
         "job": read_sections(Path(plan.job)),
@@ -151,7 +151,7 @@ def settings_of(plan: Plan, runs: Sequence[Run], shared: Sequence[str]) -> dict[
 
 
 def check_settings(path: Path, settings: dict[str, Any]) -> None:
-    """Write the settings of a folder, or add variants to them. ValueError where the folder has others."""
+    """Write a folder's settings or add variants; ValueError where the folder has others."""
     before = read_json(path, missing={})
     for name, value in settings.items():
         if before.get(name, value) != value:
@@ -161,9 +161,9 @@ def check_settings(path: Path, settings: dict[str, Any]) -> None:
 
 
 def train(runs: Sequence[Run], results: Path, workers: int, keep_checkpoints: bool) -> None:
-    """Train the runs of which `results` has no line, and append theirs.
+    """Train the runs without a line in `results`, and append theirs.
 
-    Where one fails or this is interrupted, no other begins, and those that are under way save and end.
+    If one fails or this is interrupted, no other begins and those under way save and end.
     ValueError for a run that fails.
     """
     finished = {(row["variant"], row["seed"]) for row in read_lines(results)}
@@ -197,7 +197,7 @@ def train(runs: Sequence[Run], results: Path, workers: int, keep_checkpoints: bo
 
 
 def start(run: Run) -> subprocess.Popen[bytes]:
-    """The trainer as the only rank of a job, which goes on at its newest checkpoint."""
+    """Start the trainer as the only rank of a job; it resumes from its newest checkpoint."""
     run.folder.mkdir(parents=True, exist_ok=True)
     rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
     # 0: any free port, as no other rank asks for it
@@ -214,7 +214,7 @@ def start(run: Run) -> subprocess.Popen[bytes]:
 
 
 def read_result(run: Run, code: int) -> dict[str, Any]:
-    """The line of a run that has ended. ValueError for one that has failed; a diverged run has no loss."""
+    """Return the line of an ended run, without a loss if it diverged; ValueError if it failed."""
     if code not in (DONE, BAD_STEP):
         log = run.folder / "train.log"
         end = log.read_text(encoding="utf-8", errors="replace")[-ERROR_CHARS:]
@@ -231,7 +231,7 @@ def read_result(run: Run, code: int) -> dict[str, Any]:
 
 
 def compare(rows: Sequence[dict[str, Any]], baseline: str) -> str:
-    """Every variant against the baseline on the seeds that both have, as a Markdown table.
+    """Compare every variant with the baseline on the seeds both have; return a Markdown table.
 
     ±: half of the 95% t interval of the paired differences; p: of the paired t test.
     ValueError without results of the baseline.

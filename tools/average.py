@@ -1,14 +1,11 @@
-"""The mean of several checkpoints of a run, as a run folder with one checkpoint: weights
-alone, with their origin.
+"""Average the weights of a run's checkpoints into a run folder with one checkpoint.
 
     python -m tools.average runs/phase1 --last 5 --out runs/phase1-average
-    python -m tools.average runs/phase1/checkpoint/step-480000 runs/phase1/checkpoint/step-500000 --out runs/mean
+    python -m tools.average runs/phase1/checkpoint/step-{480000,500000} --out runs/mean
 
-In the stable part of a WSD schedule the learning rate hides what a model has learned: every checkpoint is off
-the valley it moves along, each by another random step. Their mean is near it, much as after a decay, and
-costs no training. docs/train.md says which checkpoints to take and what to do with the result.
-
-Tensors are averaged one by one, in float64, while the new checkpoint is written.
+In the stable part of a WSD schedule every checkpoint is off the valley that it moves along, each by
+another random step. Their mean is near the valley, much as after a decay, at no training cost
+(docs/train.md). Tensors are averaged one by one in float64 while the new checkpoint is written.
 """
 
 from __future__ import annotations
@@ -60,7 +57,7 @@ class Reader(dcp.FileSystemReader):
 
 
 class MeanPlanner(DefaultSavePlanner):
-    """Computes each tensor when DCP's writer asks for it, so that no more than one is in memory."""
+    """Compute each tensor when DCP's writer asks for it, so that only one is in memory."""
 
     def __init__(self, checkpoints: Sequence[Path], weights: Sequence[float]):
         super().__init__()
@@ -125,7 +122,7 @@ def average(
 
 
 def newest(runs: Sequence[Path], count: int) -> list[Path]:
-    """The newest complete checkpoints of a run. Raises ValueError if there are not as many."""
+    """Return the newest complete checkpoints of a run; ValueError if there are too few."""
     if len(runs) != 1:
         raise ValueError(
             f"--last takes one run folder, not {len(runs)} paths; for example runs/phase1 --last 5"
@@ -145,7 +142,7 @@ def newest(runs: Sequence[Path], count: int) -> list[Path]:
 
 
 def check(checkpoints: Sequence[Path], weights: Sequence[float], force: bool) -> LaneformerConfig:
-    """The architecture of checkpoints that may be averaged. Raises ValueError with what does not fit."""
+    """Return the architecture of checkpoints that may be averaged; ValueError otherwise."""
     if len({path.resolve() for path in checkpoints}) < max(2, len(checkpoints)):
         raise ValueError(
             f"{len(checkpoints)} checkpoints given; give two or more different ones, or a run and --last N"
@@ -177,7 +174,7 @@ def check(checkpoints: Sequence[Path], weights: Sequence[float], force: bool) ->
 
 
 def describe(folder: Path, newest: Path, step: int, averaged: dict[str, float]) -> None:
-    """The files beside the checkpoint, so that it is exported, evaluated and continued like any other."""
+    """Write the files beside the checkpoint that export, evaluation and training need."""
     run = run_folder(newest)
     if not (tokenizer := tokenizer_files(run)):
         raise ValueError(

@@ -1,8 +1,7 @@
-"""The whole way at toy size: text, mixture, three training phases, HF folder,
-decode engine, evaluation, dashboard.
+"""The whole pipeline at toy size: text, mixture, three training phases, HF folder, engine, dashboard.
 
-`make demo` runs this. Every stage is the command that the 2B run uses; only the configs differ. The last line
-of the output is one JSON object with the figures; runs/demo/ keeps everything.
+`make demo` runs this, with the commands of the 2B run and other configs. The last line of output is
+one JSON object with the figures; runs/demo/ keeps everything.
 """
 
 from __future__ import annotations
@@ -104,9 +103,7 @@ def clear(out: Path) -> None:
 
 
 def prepare_conversations(out: Path) -> Path:
-    """Conversations of people and about the model itself, packed into windows; the lock
-    file of their mixture.
-    """
+    """Pack conversations of people and about the model; return their mixture's lock file."""
     folder = out / "conversations"
     people, identity = folder / "chitchat.jsonl", folder / "identity.jsonl"
     run("-m", "examples.chitchat", "--out", people)
@@ -123,9 +120,7 @@ def export(checkpoint: Path, out: Path) -> dict[str, Any]:
 
 
 def evaluate(out: Path, base: Path, final: Path, steps2: int, steps3: int) -> dict[str, Any]:
-    """What pre-training reached and how fast the final model decodes, into evals.jsonl; figures
-    of the last line.
-    """
+    """Write evaluations and decode speed into evals.jsonl; return the last line's figures."""
     written = ("--out", out / "evals.jsonl")
     seen = {row["phase"]: row["tokens_total"] for row in read_lines(out / "metrics.jsonl")}
 
@@ -151,7 +146,7 @@ def stage(title: str) -> None:
 
 
 def run(*arguments: Any) -> dict[str, Any]:
-    """Run one of our commands; its output is shown, and its last line returned if that is JSON."""
+    """Run one of our commands, show its output, and return its last line if that is JSON."""
     command = [sys.executable, *map(str, arguments)]
     env = {**os.environ, "PYTHONUNBUFFERED": "1"}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env) as process:
@@ -170,9 +165,7 @@ def run(*arguments: Any) -> dict[str, Any]:
 def train(
     out: Path, phase: str, lock: Path, steps: int, ranks: int, parent: Path | None, *overrides: str
 ) -> Path:
-    """One phase under torchrun, its log beside its checkpoints, its progress from the metrics it writes; returns its
-    last checkpoint.
-    """
+    """Train one phase under torchrun, showing progress; return its last checkpoint."""
     folder = out / phase
     folder.mkdir(parents=True)
     log = folder / "train.log"

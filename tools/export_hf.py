@@ -60,7 +60,7 @@ def main(
 
 
 def frequent_ids(checkpoint: Path, lock: Path | None, count: int) -> tuple[int, ...]:
-    """The ids that a mixture's first windows have most often, of conversations those that are trained."""
+    """Return the most frequent ids in a mixture's first windows; of conversations, trained ids."""
     if lock is None:
         job = run_folder(checkpoint) / "config.toml"
         path = read_sections(job).get("mixture", {}).get("lock") if job.is_file() else None
@@ -89,9 +89,7 @@ def frequent_ids(checkpoint: Path, lock: Path | None, count: int) -> tuple[int, 
 
 
 def training_progress(checkpoint: Path) -> Progress:
-    """Phase, total tokens and loss in the last row of metrics.jsonl about the checkpoint's
-    step; None where unknown.
-    """
+    """Return phase, total tokens and loss at the checkpoint's step; None where unknown."""
     step = checkpoint_step(checkpoint)
     path = run_folder(checkpoint) / "metrics.jsonl"
     rows = read_lines(path) if step is not None else []

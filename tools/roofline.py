@@ -1,8 +1,8 @@
-"""`python -m tools.roofline`: decode speed that bandwidth, link latency and the delay allow, as a projection.
+"""`python -m tools.roofline`: project the decode speed that bandwidth, link latency and delay allow.
 
-Nothing here was measured on a GPU: variants of one machine are compared, none is predicted. Weights are read at the
-published share of the bandwidth, and every layer costs so much more that the published speed of eight GPUs comes out
-("published": Kog's post of May 2026, 16-bit weights, batch 1, no speculation).
+A projection, not a measurement: it compares variants of one machine. Weights are read at the
+published share of the bandwidth, and a fitted cost per layer gives the published speed of eight
+GPUs (Kog's post of May 2026: 16-bit weights, batch 1, no speculation).
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ VARIANTS: dict[str, tuple[dict[str, Any], int]] = {
 
 
 def find_awaited_layer(config: LaneformerConfig, layer: int, module: int) -> int | None:
-    """How many layers ago the outputs left that a join awaits: 0 for an all-reduce, None where it awaits nothing."""
+    """Return how many layers ago the awaited outputs left: 0 for an all-reduce, None for none."""
     flushes = config.flush and (layer, module) == (config.num_hidden_layers - 1, 1)
     if config.join(layer, MODULES[module]) is Join.PRESENT or (
         flushes and config.delivers(layer, "mlp")
@@ -65,16 +65,19 @@ def token_s(
     modules_late: int,
     ends: int = 1,
 ) -> float:
-    """Seconds of a token.
+    """Return the seconds of a token.
 
-    module_s: of attention and MLP. head_s: of the head. link_s: from the end of a module until the other lanes can
-    read its outputs.
-    modules_late: outputs are awaited that many modules after the join that needs them by the config (1: Ladder
-    Residual). ends: further exchanges that nothing hides, such as the one that agrees on the token.
+    Args:
+        module_s: seconds of attention and of MLP.
+        head_s: seconds of the head.
+        link_s: seconds from a module's end until the other lanes can read its outputs.
+        modules_late: modules between the join that needs outputs by the config and the one that
+            awaits them (1: Ladder Residual).
+        ends: further exchanges that nothing hides, such as the one that agrees on the token.
     """
-    # all lanes are alike, so one lane's clock is everybody's. A delay of d layers hides a link as slow
-    # as d layers; beyond, every (2 d + 1)th join waits for the excess, which gives the 2 d joins after
-    # it the time that they lack
+    # all lanes are alike, so one lane's clock is everybody's. A delay of d layers hides a link as
+    # slow as d layers; beyond, every (2 d + 1)th join waits for the excess, which gives the 2 d
+    # joins after it the time that they lack
     clock, count = 0.0, 2 * config.num_hidden_layers
     arrival: list[float] = []  # by running number of the module
     due = [find_awaited_layer(config, *divmod(number, 2)) for number in range(count)]
@@ -90,7 +93,7 @@ def token_s(
 
 
 def split_layer(config: LaneformerConfig, layer_s: float) -> tuple[float, float]:
-    """Seconds of attention and MLP: those of a layer, by their weights."""
+    """Split a layer's seconds into attention and MLP by their weights."""
     attention = (
         2 * config.hidden_size * (config.query_size + config.head_dim * config.num_key_value_heads)
     )
@@ -113,7 +116,7 @@ def tokens_per_s(variant: str, card: Card, gpus: int, link_s: float, layer_cost_
 
 
 def fit_layer_cost_s(card: Card) -> float:
-    """The cost of a layer with which the published speed comes out, by bisection."""
+    """Return the cost of a layer that gives the published speed, by bisection."""
     published = PUBLISHED_TOKENS_PER_S[card.name]
     low, high = 0.0, 1 / published
     for _ in range(60):  # halvings: to the last bit of a float
@@ -124,9 +127,10 @@ def fit_layer_cost_s(card: Card) -> float:
 
 
 def project(gpu: str) -> list[Row]:
-    """Tokens/s of every variant on 1 to 16 GPUs, by link. 16 are two nodes, and would need a model of 16 lanes."""
+    """Return tokens/s of every variant on 1 to 16 GPUs, by link."""
     card = card_named(gpu)
     rows, cost_s = [], fit_layer_cost_s(card)
+    # 16 are two nodes, and would need a model of 16 lanes
     for gpus in (1, 2, 4, 8, 16):
         for link in {1: ["none"], 16: ["between_nodes"]}.get(gpus, ["nccl", "custom", "one_shot"]):
             row: Row = {"gpus": gpus, "nodes": -(-gpus // NODE_GPUS), "link": link}

@@ -1,6 +1,4 @@
-"""Token shards made by a rule instead of from text, the same on every machine: benchmarks, dry runs and the
-golden run train on them.
-"""
+"""Token shards by a rule, the same on every machine, for benchmarks, dry runs, the golden run."""
 
 from __future__ import annotations
 
@@ -16,11 +14,8 @@ FIRST_TOKEN = 3  # below it: unknown, begin, end
 
 
 def synthetic_tokens(count: int, vocab_size: int) -> np.ndarray:
-    """uint16 or uint32 (count,): x -> 5 x + 1 among the vocabulary's ordinary tokens, one in four drawn.
-
-    So a model has something to learn. Only PCG64's raw stream is used, which NumPy keeps the
-    same in every version.
-    """
+    """Return uint16 or uint32 (count,): x -> 5 x + 1 among ordinary tokens, one in four random."""
+    # the rule gives a model something to learn; NumPy keeps PCG64's raw stream in every version
     raw = np.random.PCG64(SEED).random_raw(count)
     ordinary = vocab_size - FIRST_TOKEN
     drawn = (raw >> np.uint64(32)) % np.uint64(ordinary)
@@ -33,9 +28,7 @@ def synthetic_tokens(count: int, vocab_size: int) -> np.ndarray:
 
 
 def write_synthetic_lock(folder: Path, windows: int, seq_len: int, vocab_size: int) -> Path:
-    """A source of `windows` windows in one shard, one more held out for validation, and the lock of one phase that
-    reads it; returns the lock.
-    """
+    """Write a shard of `windows` windows and one held out; return the lock of a phase with them."""
     tokens = synthetic_tokens((windows + 1) * seq_len + 1, vocab_size)
     source = folder / SOURCE
     source.mkdir(parents=True)

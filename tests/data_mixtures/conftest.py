@@ -1,6 +1,4 @@
-"""Tiny data folders: one prepared from text in the test, one made of counting tokens whose
-every window is known.
-"""
+"""Tiny data folders: one prepared from text, one of counting tokens whose every window is known."""
 
 from __future__ import annotations
 
@@ -54,7 +52,7 @@ sums = 5
 
 
 def write_notes(folder: Path) -> None:
-    """60 files of random words, every fifth one a copy, some with text that looks like control tokens."""
+    """Write 60 files of random words, every fifth a copy, some with text like control tokens."""
     draw = random.Random(3)
     line = "sun moon rain </s> <s> <unk> <0x0A> über 東京 return def 12 345\n"
     words = line.split(" ")
@@ -107,13 +105,13 @@ def prepare_folder(path: Path, out: Path, workers: int = 1, **options: Any) -> s
 
 
 def code_blocks(page: str) -> list[tuple[str, str]]:
-    """Language and code of everything between fences in a page of docs/."""
+    """Return language and code of each fenced block in a page of docs/."""
     text = (ROOT / "docs" / page).read_text(encoding="utf-8")
     return re.findall(r"^ *```(\w*)\n(.*?)^ *```$", text, re.MULTILINE | re.DOTALL)
 
 
 def run_shell(script: str, folder: Path, **environment: str) -> str:
-    """Run commands in a folder with the project's own on the path; returns what was printed."""
+    """Run commands in a folder with the project's own on the path; return the output."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     environment = {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), **environment}
     line = ["bash", "-euc", script]
@@ -123,16 +121,17 @@ def run_shell(script: str, folder: Path, **environment: str) -> str:
 
 
 def files_of(folder: Path) -> dict[str, bytes]:
-    """All files but logs and the lock, which name processes: what is published, and how it was made."""
+    """Return all files but logs and the lock, which name processes."""
     paths = (path for path in sorted(folder.rglob("*")) if path.is_file())
     files = (path for path in paths if not {".logs", ".lock"} & set(path.parts))
     return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
 def flip(path: Path, byte: int | None = None) -> None:
-    """Change one bit of a file, in its middle unless a byte is given; never that of a file it is a link of."""
+    """Change one bit of a file, by default in its middle."""
     content = bytearray(path.read_bytes())
     content[len(content) // 2 if byte is None else byte] ^= 1
+    # the file that a link leads to stays as it is
     path.unlink()
     path.write_bytes(content)
 
@@ -147,7 +146,7 @@ def tiny_folder(shared):
 
 @pytest.fixture
 def tiny_copy(tiny_folder, tmp_path):
-    """A copy of it in tmp_path with a recipe of its own; its text is planned anew at the next start."""
+    """Copy tiny_folder to tmp_path with its own recipe; the next start plans its text anew."""
     for name in ("notes", "sums.jsonl", "out"):
         # links stay links: published shards are those of the stage shuffle
         subprocess.run(["cp", "-a", tiny_folder / name, tmp_path], check=True)
@@ -162,7 +161,7 @@ def recipe_path(tmp_path):
 
 @pytest.fixture
 def s3(monkeypatch):
-    """A server that speaks S3, empty but for s3://bucket; where it is, the environment says."""
+    """Start an S3 server with an empty s3://bucket and set the environment to reach it."""
     moto = pytest.importorskip("moto.server")
     server = moto.ThreadedMotoServer("127.0.0.1", 0)
     server.start()
@@ -184,7 +183,7 @@ def s3(monkeypatch):
 def write_counting(
     folder: Path, source: str, count: int, begin: int, seq_len: int = 4, per_shard: int = 8
 ):
-    """A source of `count` windows of the tokens begin, begin + 1, ..., beside others or in place of itself."""
+    """Write a source of `count` windows of tokens begin, begin + 1, ..., replacing an older one."""
     shutil.rmtree(folder / source, ignore_errors=True)
     (folder / source).mkdir()
     tokens = (begin + np.arange(count * seq_len + 1)).astype(np.uint16)
@@ -202,7 +201,7 @@ def write_counting(
 
 @pytest.fixture
 def counting_data(tmp_path):
-    """A folder whose source s has the tokens s*1000, s*1000+1, ...: its window i starts at s*1000 + i*S."""
+    """Return a maker of folders whose window i of source s starts at token s*1000 + i*seq_len."""
 
     def make(
         windows=(50, 23, 9), weights=(6, 3, 1), phase2=(1, 0, 4), seq_len=4, cap=3, per_shard=8

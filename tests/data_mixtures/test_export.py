@@ -1,4 +1,4 @@
-"""A mixture as a dataset and as a node: the same sequences as the trainer's, for any number of ranks, resumed."""
+"""Tests that a mixture as dataset or node gives the trainer's sequences, on any ranks, resumed."""
 
 from itertools import islice
 

@@ -1,6 +1,4 @@
-"""The commands, one stage at a time: sources in turn, freeing what is used up, verifying, options
-that do not fit.
-"""
+"""Tests of the commands by stage: sources in turn, freeing, verifying, options that do not fit."""
 
 from __future__ import annotations
 
@@ -31,7 +29,7 @@ def make_prepared(folder: Path) -> None:
 
 @pytest.fixture
 def folder(shared, tmp_path):
-    """tmp_path with hub.toml, its mirror, and whole/, which `prepare` made of them."""
+    """Return tmp_path with hub.toml, its mirror, and whole/, which `prepare` made of them."""
     made = shared("two_hub_sources", make_prepared)
     subprocess.run(["cp", "-a", f"{made}/.", tmp_path], check=True)  # links stay links
     return tmp_path
@@ -39,7 +37,7 @@ def folder(shared, tmp_path):
 
 @pytest.fixture
 def run(folder, capsys, monkeypatch):
-    """Run one stage as its command does, on one process; returns what was printed."""
+    """Return a function that runs one stage's command on one process and returns its output."""
     monkeypatch.setenv("COLUMNS", "160")
 
     def run_stage(*words: str, out: str = "out") -> str:
@@ -71,7 +69,7 @@ def test_stage_by_stage_is_what_prepare_does(run, folder):
 
 @pytest.mark.job
 def test_sources_can_go_through_one_after_the_other_and_be_freed(run, folder, monkeypatch):
-    """Source plus has three units, and so two runs; mind has one, which is needed until its shards are written."""
+    # plus has three units, so two runs; mind has one, needed until its shards are written
     monkeypatch.setattr(sorted_runs, "RUNS", 2)
     out = folder / "out"
     assert_refused(run, "fetch", r"plan.json does not exist; run `python -m data_mixtures plan")
@@ -128,10 +126,7 @@ def test_verify_finds_a_flipped_bit_and_its_commands_restore_the_bytes(run, fold
 
 @pytest.mark.job
 def test_every_file_between_stages_is_compared_with_what_was_written(run, folder):
-    """A flipped bit is named, and mended at the next start: the same bytes.
-
-    Files behind tokenize: test_shuffle.
-    """
+    # the next start mends a flipped bit to the same bytes; files behind tokenize: test_shuffle
     out = folder / "whole"
     whole = files_of(out)
     shutil.rmtree(out / "tokenize/plus")

@@ -1,4 +1,4 @@
-"""A mixture's sequences: the same list however it is cut, the right windows, and clear errors for wrong data."""
+"""Tests of a mixture's sequences: the same list however cut, and clear errors for wrong data."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""A folder that older code prepared (commit 0a831885; older_folder.tar.xz): it is read, and preparing goes on in it."""
+"""Test that a folder of older code (commit 0a831885; older_folder.tar.xz) is read and continued."""
 
 from __future__ import annotations
 

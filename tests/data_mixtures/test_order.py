@@ -1,4 +1,4 @@
-"""The order: exact shares at every prefix, a true permutation, closed-form counts."""
+"""Tests of the order: exact shares at every prefix, a permutation, closed-form counts."""
 
 import numpy as np
 import pytest
@@ -12,7 +12,7 @@ WEIGHTS = st.lists(st.integers(0, 400), min_size=1, max_size=30).filter(any)
 
 
 def worst_deviation(places, weights):
-    """Largest |served - due| in sequences, over all sources and prefixes."""
+    """Return the largest |served - due| in sequences, over all sources and prefixes."""
     total = sum(weights)
     served = np.cumsum(places[:, None] == np.arange(len(weights)), axis=0)
     due = np.arange(1, total + 1)[:, None] * np.asarray(weights)
@@ -35,7 +35,7 @@ def test_any_weights_deviate_by_less_than_a_sequence(weights):
 
 
 def read_strides(windows, begin=0):
-    """Windows of a shard in the order in which epoch 0 reads them."""
+    """Return windows of a shard in the order in which epoch 0 reads them."""
     return (np.arange(windows) * order.stride(windows) + begin) % windows
 
 
@@ -74,15 +74,14 @@ def test_permutation_is_a_bijection_and_mixes(size, seed, epoch):
     permuted = permute_range(size, order.round_keys(seed, "web", epoch))
     assert np.array_equal(np.sort(permuted), np.arange(size))
     if size > 1000:
-        # a random permutation keeps about 1 item in place and about 1 neighbour pair; 20 would be 1 in 10**18
+        # a random permutation keeps about 1 item in place and about 1 neighbour pair; 20 would be 1
+        # in 10**18
         assert (permuted == np.arange(size)).sum() < 20
         assert (np.diff(permuted) == 1).sum() < 20
 
 
 def test_the_permutation_never_changes():
-    """A run that goes on with newer code must go on with the same order: values written down
-    when it was made.
-    """
+    # newer code must go on with a run's order: these values are from when it was made
     keys = order.round_keys(7, "web", 1)
     assert [order.permute(item, 10_007, keys) for item in range(5)] == [672, 6279, 1272, 4068, 1600]
     assert order.permute(10**12, 3 * 10**12, keys) == 385_436_415_090

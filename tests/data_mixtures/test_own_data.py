@@ -1,4 +1,4 @@
-"""Files of one's own become a mixture with the shortest recipe; what is wrong with them is said, and where."""
+"""Tests of own files as a mixture with the shortest recipe, and of the errors for bad ones."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def write_json_lines(path: Path, texts: list[str]) -> None:
 
 @pytest.fixture
 def folder(tmp_path):
-    """What RECIPE reads, the Parquet in b/ instead of a bucket."""
+    """Return a folder with what RECIPE reads, the Parquet in b/ instead of a bucket."""
     # 300 ids in all, which four lanes divide
     save(byte_level(write_text(0, 5), ["<|endoftext|>"], 299), tmp_path)
     (tmp_path / "b").mkdir()
@@ -73,14 +73,14 @@ def run(folder: Path, text: str, out: str = "out", mirror: str | None = None) ->
 
 
 def own(*inputs: str, more: str = "") -> str:
-    """A recipe of short sequences with one source for each input."""
+    """Return a recipe of short sequences with one source for each input."""
     tables = "".join(f"[sources.s{n}]\ninputs = [{each}]\n" for n, each in enumerate(inputs))
     weights = "".join(f"s{n} = 1\n" for n in range(len(inputs)))
     return f'tokenizer = "tokenizer.json"\nseq_len = 64\n{more}\n{tables}[phase1]\n{weights}'
 
 
 def list_planned(folder: Path, source: str) -> list[str]:
-    """The files of a source in the order of its units."""
+    """Return the files of a source in the order of its units."""
     units = stage.find_plan(folder / "out", source)["units"]
     names = [file[0] for unit in units for file in unit.get("files", [unit.get("file")])]
     return [name.removeprefix("file://") for name in names]
@@ -112,7 +112,7 @@ def test_the_shortest_recipe_makes_a_mixture(folder):
 
 
 def write_awkward_lines(path: Path) -> None:
-    """JSON lines with other ends and lines between them, each with its own line's number."""
+    """Write JSON lines with varied ends, each with the number of its line."""
     with path.open("wb") as lines:
         for number, text in enumerate(write_text(20, 60, 90) + write_text(20, 3, 90)):
             end = (b"\n", b"\r\n", b"\n\n", b"\n  \n", b"\nno json\n", b"\n\xff\n")[number % 6]
@@ -123,7 +123,6 @@ def write_awkward_lines(path: Path) -> None:
 
 @pytest.mark.job
 def test_large_files_are_split_into_units_and_nothing_else_changes(folder, monkeypatch):
-    """Byte ranges of JSON lines, row groups of Parquet: whatever the size of a unit, the same shards and origins."""
     write_awkward_lines(folder / "corpus/all.jsonl")
     (folder / "corpus/small.jsonl").write_text(json.dumps({"content": write_text(22, 1)[0]}))
     columns = {
@@ -135,6 +134,7 @@ def test_large_files_are_split_into_units_and_nothing_else_changes(folder, monke
     limits = "max_dropped_share = 0.5\nvalid_per_10000 = 500"
     recipe = own(JSONL.replace(".gz", ""), PARQUET, more=limits)
     made, units = {}, {}
+    # byte ranges of JSON lines, row groups of Parquet: shards and origins do not depend on the size
     for size in (1 << 26, 3000, 700):
         monkeypatch.setattr(plan, "UNIT_BYTES", size)
         run(folder, recipe, f"out-{size}")
@@ -160,9 +160,9 @@ def test_large_files_are_split_into_units_and_nothing_else_changes(folder, monke
 
 
 def test_parquet_of_other_writers_gives_the_text_of_json_lines(folder):
-    """Polars, arrow-rs and DataFusion write string_view, pandas categories; two columns may have one name."""
     texts = write_text(9, 30)
     write_json_lines(folder / "lines.jsonl", texts)
+    # Polars, arrow-rs and DataFusion write string_view, pandas categories
     view, categories = pa.array(texts, pa.string_view()), pa.array(texts).dictionary_encode()
     for number, column in enumerate((view, categories)):
         columns = [column, *(pa.array([url] * 30) for url in "uv")]
@@ -174,6 +174,7 @@ def test_parquet_of_other_writers_gives_the_text_of_json_lines(folder):
     made = [shards.read_manifest(folder / f"out/s{n}") for n in range(3)]
     assert len({manifest["content_sha256"] for manifest in made}) == 1
     assert made[0]["kept"] == 30
+    # two columns may have one name
     pq.write_table(pa.table([view, view], names=["content"] * 2), folder / "b/0.parquet")
     with pytest.raises(ValueError, match="has 2 columns named content; give them other names"):
         run(folder, own(PARQUET))
@@ -283,7 +284,7 @@ NAMES = ("mine", "yours", "notes")
 
 
 def blocks(language: str) -> list[str]:
-    """The code of the page in this language."""
+    """Return the code of the page in this language."""
     return [code for name, code in code_blocks("own-data.md") if name == language]
 
 
@@ -305,7 +306,6 @@ def test_the_page_shows_recipes_that_load(tmp_path):
 
 @pytest.mark.rotate
 def test_the_page_from_files_to_steps(folder):
-    """All commands of the page as they stand."""
     write_json_lines(folder / "corpus/more.jsonl.gz", write_text(50, 1500, 60))
     (folder / "notes/deep").mkdir(parents=True)
     for number in range(3):

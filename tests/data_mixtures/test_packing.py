@@ -1,4 +1,4 @@
-"""Packing: best-fit-decreasing by its definition; documents whole where they fit, each token a label once."""
+"""Tests of best-fit-decreasing packing: whole documents where they fit, each label once."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LENGTHS = st.lists(st.integers(1, SIZE), max_size=80)
 
 @given(LENGTHS)
 def test_each_item_went_where_the_least_room_was(lengths):
-    """Against the definition, computed slowly: fills after every item in decreasing order."""
+    # the definition, computed slowly: fills after every item in decreasing order
     fills: list[int] = []
     for length in sorted(lengths, reverse=True):
         open_windows = [fill for fill in fills if fill + length <= SIZE]

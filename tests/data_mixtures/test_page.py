@@ -1,4 +1,4 @@
-"""The commands of docs/data.md, as they stand there: the loop of the 2B run, against a hub of small files."""
+"""Test of the commands of docs/data.md: the 2B run's loop, against a hub of small files."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ cc2-mhq = 1
 
 
 def commands() -> str:
-    """The block of the page that defines `stage`."""
+    """Return the block of the page that defines `stage`."""
     (block,) = (code for _, code in code_blocks("data.md") if "stage()" in code)
     return block
 
@@ -45,8 +45,8 @@ def test_the_loop_has_all_sources_and_all_stages():
         source.name for source in recipe_file.load(FOLDER / "nemotron.toml").sources
     )
     stages = re.findall(r"^ *stage (\w+)(?:.*--stage (\w+))?", commands(), re.M)
-    # near copies are sought over all sources at once, so `dedup` does not fit a loop over sources; the
-    # recipe has none
+    # near copies are sought over all sources at once, so `dedup` does not fit a loop over sources;
+    # the recipe has none
     done = [name for name in pipeline.TO_SHARDS if name != "dedup"]
     assert [name for name, _ in stages if name != "free"] == [*done, "manifest", "verify"]
     freed = [freed for name, freed in stages if name == "free"]

@@ -1,6 +1,4 @@
-"""Preparation, end to end on tiny text: the bytes on disk, their independence of the
-machine, reuse and failure.
-"""
+"""Tests of preparation end to end: bytes that no machine changes, reuse and failure."""
 
 import re
 from pathlib import Path
@@ -61,7 +59,7 @@ def test_a_source_can_hold_nothing_out(recipe_path, tmp_path):
 
 
 def test_other_data_does_not_replace_what_a_lock_pins_unasked(tiny_copy, tmp_path):
-    """Nor do units of the older plan stay when it does: what is made then is what a new folder has."""
+    # nor do units of the older plan stay when it is replaced: the result is a new folder's
     path, data = tiny_copy / "tiny.toml", tiny_copy / "out"
     text = path.read_text()
     path.write_text(text + "[phase3]\nnotes = 1\nsums = 1\n")

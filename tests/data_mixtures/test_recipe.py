@@ -1,4 +1,4 @@
-"""Recipes: the shipped ones say what was published, and wrong ones are refused by name."""
+"""Tests that shipped recipes state what was published, and that wrong ones are refused."""
 
 import re
 from dataclasses import replace

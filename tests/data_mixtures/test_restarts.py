@@ -1,4 +1,4 @@
-"""kill -9 over the whole chain: workers end, the next start goes on, and the bytes are the same.
+"""Test of kill -9 over the whole chain: workers end, the next start gives the same bytes.
 
 A worker that is killed: stages/test_run.
 """
@@ -37,9 +37,8 @@ notes = 1
 
 
 def write_recipe(folder: Path) -> Path:
-    """Parquet files of a mirror and two inputs of local text: 10 units from fetch to tokenize,
-    2 and 25 after.
-    """
+    """Write a mirror's Parquet files and two local inputs."""
+    # 10 units from fetch to tokenize, 2 and 25 after
     for number in range(8):
         path = folder / "mirror" / REPO / f"4plus/part_{number:06d}.parquet"
         write_parquet(path, 50 * number, 60)

@@ -1,4 +1,4 @@
-"""What `show` prints is what training reads: tokens, and documents across windows and shards."""
+"""Tests that `show` prints what training reads, across windows and shards."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SEQ_LEN, WINDOWS_PER_SHARD = 32, 64  # of prepared_data
 
 @pytest.fixture
 def run(capsys):
-    """Run `show` as its command does; returns the objects that --json prints, or else the text."""
+    """Return a function that runs `show`; it returns the --json objects, or else the text."""
 
     def call(*arguments: Any) -> Any:
         capsys.readouterr()
@@ -40,14 +40,12 @@ def lock(prepared_data):
 
 
 def first_token(window: dict) -> int:
-    """Of what `show` says of a sequence or document, among the tokens of its source."""
+    """Return the position of a sequence or document among the tokens of its source."""
     return int(window["shard"][6:11]) * WINDOWS_PER_SHARD * SEQ_LEN + window["token_offset"]
 
 
 def documents_of(folder: Path) -> list[tuple[int, int, str]]:
-    """(first token in the source, tokens, id) of all documents, with nothing but numpy and the
-    index of each shard.
-    """
+    """Return (first token in the source, tokens, id) of all documents, read by numpy alone."""
     manifest, documents, shard_begin = shards.read_manifest(folder), [], 0
     for entry in manifest["shards"]:
         ids, lengths, *_ = shards.read_documents(folder / entry["docs"]["name"])
@@ -60,9 +58,7 @@ def documents_of(folder: Path) -> list[tuple[int, int, str]]:
 
 
 def test_every_document_of_a_window_is_named(run, lock, prepared_data):
-    """Windows of all shards; documents longer than a window, that begin in another shard, at
-    a window's first token.
-    """
+    # also documents longer than a window, from another shard, or at a window's first token
     opened, pieces = Mixture.open(lock), tokenizer.load(shards.tokenizer_path(prepared_data))
     of_sources = {name: documents_of(prepared_data / name) for name in ("web", "code")}
     windows = [

@@ -1,4 +1,4 @@
-"""A data folder in S3: the same files as in a folder, after kills, and with what else there may be."""
+"""Tests of a data folder in S3: the same files as locally, after kills, among others."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def make_few_shards(folder: Path) -> None:
 
 @pytest.fixture
 def recipe(shared, tmp_path, monkeypatch):
-    """A recipe beside out/, which is what it makes; copies of a store are made in tmp_path."""
+    """Return a recipe beside out/, which it makes; copies of a store are made in tmp_path."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     return shared("few_shards", make_few_shards) / "tiny.toml"

@@ -1,4 +1,4 @@
-"""sentencepiece models: the fast encoder gives the ids of the library for any text, or is not used."""
+"""Tests that the fast sentencepiece encoder gives the library's ids, or is not used."""
 
 import functools
 import io
@@ -80,7 +80,7 @@ def test_training_on_too_little_text_says_so():
 
 
 def train(vocab_size: int = 1000, **options) -> sentencepiece.SentencePieceProcessor:
-    """A byte-level BPE of this project's conventions, but for the options."""
+    """Train a byte-level BPE of this project's conventions, but for the options."""
     model = io.BytesIO()
     usual = {"model_type": "bpe", "byte_fallback": True, "normalization_rule_name": "identity"}
     usual |= {"vocab_size": vocab_size, "minloglevel": 2}

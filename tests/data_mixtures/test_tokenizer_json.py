@@ -1,6 +1,4 @@
-"""Hugging Face tokenizer.json: special ids by name, text that stays text, 4 bytes a token
-where they are needed.
-"""
+"""Tests of Hugging Face tokenizer.json: special ids by name, plain text, 4-byte tokens."""
 
 from __future__ import annotations
 
@@ -113,7 +111,7 @@ def test_unknown_names_are_refused(tmp_path):
 
 
 def test_text_that_becomes_a_control_id_is_refused(tmp_path):
-    """A Unigram that has </s> among its pieces finds it in text, whatever the added tokens say."""
+    # a Unigram with </s> among its pieces finds it in text, whatever the added tokens say
     pieces = [
         ("<unk>", 0.0),
         ("</s>", 0.0),
@@ -132,7 +130,7 @@ def test_text_that_becomes_a_control_id_is_refused(tmp_path):
 
 
 def test_a_large_vocabulary_takes_4_bytes(tmp_path):
-    """With 70,000 ids, the last of which is a word that text is full of; shards of 4 bytes: test_shuffle."""
+    # the last of 70,000 ids is a word that the text is full of; shards of 4 bytes: test_shuffle
     large = byte_level([TEXT], LLAMA_3, unused=70_000 - 604)
     large.add_tokens([AddedToken("argument", normalized=False)])
     made = tokenizer.load(save(large, tmp_path))
@@ -146,7 +144,7 @@ def test_a_large_vocabulary_takes_4_bytes(tmp_path):
 
 
 def test_a_unit_whose_sample_differs_is_encoded_by_the_library(tmp_path, monkeypatch):
-    """A planted encoder that is wrong for one document of 300: seen by the sample, and the bytes are the library's."""
+    # a planted encoder is wrong for one document of 300: the sample sees it
     words = "some words that are long enough to be kept by the filter"
     texts = {"a": [[f"{words}, {n} of them or so" for n in range(300)]]}
     wanted = make_recipe(texts, recipe.TokenizerTraining(300, 20_000, 0.999))

@@ -1,4 +1,4 @@
-"""Blocks that are checked when they are first touched: once each, whoever reads, and damage never passes."""
+"""Tests that blocks are checked once, when first touched, and that damage never passes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SEQ_LEN, WINDOWS, BLOCK = 4, 23, 64  # windows of 10 bytes at a stride of 8
 
 
 def write(path: Path, windows: int = WINDOWS) -> tuple[str, dict]:
-    """Tokens 0, 1, 2, ...: window i begins with i * S."""
+    """Write tokens 0, 1, 2, ...: window i begins with i * S."""
     tokens = np.arange(windows * SEQ_LEN + 1).astype(np.uint16)
     return str(path), shards.write_windows(path, tokens, SEQ_LEN)
 
@@ -63,7 +63,7 @@ def test_a_file_that_shrinks_or_goes_is_an_error_not_a_crash(small_blocks, tmp_p
 
 
 def test_open_files_stay_few(tmp_path, monkeypatch):
-    """A map keeps a descriptor: without a bound, a corpus of 11,000 shards would need as many."""
+    # a map keeps a descriptor: without a bound, 11,000 shards would need as many
     monkeypatch.setattr(window_files, "OPEN_FILES", 10)
     files = WindowFiles([write(tmp_path / f"{i}", windows=3) for i in range(200)], SEQ_LEN)
     before = len(os.listdir("/proc/self/fd"))

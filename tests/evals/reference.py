@@ -1,4 +1,4 @@
-"""What a model says by one plain pass over all ids: no cache, no batches."""
+"""Reference logits by one plain pass over all ids: no cache, no batches."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from evals.scorer import Scores
 def logits_of(
     model: torch.nn.Module, ids: list[int], dtype: torch.dtype = torch.float64
 ) -> torch.Tensor:
-    """Logits (len(ids), V) in float64, computed in `dtype`, in which the model stays."""
+    """Return logits (len(ids), V) in float64, computed in `dtype`; the model stays in `dtype`."""
     output = model.to(dtype)(torch.tensor([ids]))
     return getattr(output, "logits", output)[0].double()
 
@@ -26,7 +26,7 @@ def scores_of(
 
 
 def continue_greedily(model: torch.nn.Module, ids: list[int], count: int) -> list[int]:
-    """The next `count` ids, each from the whole prompt again."""
+    """Return the next `count` ids, each from the whole prompt again."""
     known = list(ids)
     for _ in range(count):
         known.append(int(logits_of(model, known)[-1].argmax()))

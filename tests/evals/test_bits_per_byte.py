@@ -1,4 +1,4 @@
-"""Bits per byte against sums done by hand, the bytes of tokens, and real held-out windows through the command."""
+"""Tests of bits per byte against sums by hand, token bytes, and held-out windows."""
 
 import json
 import math
@@ -72,7 +72,7 @@ def score(scorer, windows: np.ndarray, token_bytes: np.ndarray):
 
 
 def test_sums_by_hand():
-    """Of a source; of all sources, the total is that of their windows together."""
+    # the total of all sources is that of their windows together
     scorer = Unigram()
     windows = {"web": windows_of(1), "code": windows_of(3, count=9)}
     for rows in windows.values():

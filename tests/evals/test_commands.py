@@ -1,6 +1,4 @@
-"""What `[evals]` may ask for: every evaluation with its own options, and nothing that cannot
-run on a checkpoint.
-"""
+"""Tests of `[evals]`: every evaluation with its options, only what runs on a checkpoint."""
 
 import math
 import re

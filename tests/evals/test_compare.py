@@ -1,4 +1,4 @@
-"""Two checkpoints on the same items: paired differences by hand, and files that cannot be compared."""
+"""Tests of two checkpoints on the same items: paired differences by hand, bad files."""
 
 import json
 import math

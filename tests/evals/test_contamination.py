@@ -1,4 +1,4 @@
-"""The contamination report from the manifests of real and of made-up sources."""
+"""Tests of the contamination report from manifests of real and made-up sources."""
 
 import json
 import shutil
@@ -27,7 +27,7 @@ def source(data: Path, name: str, found: dict, tokenizer: str = "ab"):
 
 @pytest.fixture
 def data(tmp_path):
-    """Two sources, and an index of two benchmarks of which one was never met."""
+    """Write two sources, and an index of two benchmarks of which one has no hits."""
     sentence = "the quick brown fox number {} jumps over the lazy dog and then it sleeps well"
     for name, count in (("quiz", 4), ("other", 2)):
         rows = [json.dumps({"question": sentence.format(f"{name} {i}")}) for i in range(count)]
@@ -75,7 +75,7 @@ def test_counts_add_up_and_never_pass_the_items(data, capsys):
 
 
 def test_a_reader_of_the_record_may_leave(data):
-    """As `head` does."""
+    # as `head` does
     command = [sys.executable, "-m", "evals.contamination", "--data", str(data)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None

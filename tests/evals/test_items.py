@@ -1,4 +1,4 @@
-"""An evaluation that ends in the middle: what it has done is kept, the rest is asked, and the bytes are the same."""
+"""Tests that an interrupted evaluation keeps its work and ends with the same bytes."""
 
 import pytest
 

@@ -1,6 +1,4 @@
-"""Samples of text: the model's own greedy tokens, a seed that repeats, prompts from a file, and
-the record of it.
-"""
+"""Tests of text samples: greedy tokens, a seed that repeats, prompt files, the record."""
 
 import json
 
@@ -52,7 +50,7 @@ UNGREEDY = {
 
 
 def test_both_backends_generate_the_models_own_tokens(folder, tmp_path):
-    """Whatever generation_config.json says."""
+    # whatever generation_config.json states
     model = write_laneformer(tmp_path / "hf")
     (tmp_path / "hf/generation_config.json").write_text(json.dumps({"eos_token_id": 2, **UNGREEDY}))
     for kind in ("engine", "transformers"):
@@ -76,9 +74,7 @@ def test_both_backends_generate_the_models_own_tokens(folder, tmp_path):
 
 
 def test_prompts_of_a_file_and_any_model(tmp_path):
-    """A folder that is no Laneformer and has no chat template: Transformers, and no chat
-    among the built-in prompts.
-    """
+    # no Laneformer and no chat template: Transformers, and no chat among built-in prompts
     write_llama(tmp_path / "hf")
     (tmp_path / "hf/chat_template.jinja").unlink()
     samples = main(tmp_path / "hf", max_new_tokens=2, source=CPU)["samples"]

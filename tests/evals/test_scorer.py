@@ -1,4 +1,4 @@
-"""Scores of the engine and of Transformers against PyTorch in float64, with and without prefixes kept."""
+"""Tests of engine and Transformers scores against PyTorch in float64, prefixes kept or not."""
 
 import json
 from pathlib import Path
@@ -62,10 +62,11 @@ def llama(models):
 
 
 def float32_error(model: torch.nn.Module, prompt: Prompt) -> float:
-    """What float32 itself gets wrong on this model, times 8 as sums are taken in another order; 1e-6 for tiny ones."""
+    """Return the tolerance: 8 times float32's own error on this model, at least 1e-6."""
     exact, rounded = (
         scores_of(model, *prompt, dtype).logprobs for dtype in (torch.float64, torch.float32)
     )
+    # times 8, as sums are taken in another order
     return 8 * np.abs(rounded - exact).max() + 1e-6
 
 
@@ -113,7 +114,7 @@ def test_scores_are_pytorchs(models, name, monkeypatch, capsys):
 
 
 def spy_on_passes(scorer: TransformersScorer) -> list[tuple[int, int]]:
-    """(prompts, tokens of each) of every pass from now on."""
+    """Record (prompts, tokens of each) of every pass from now on."""
     passes: list[tuple[int, int]] = []
     forward = scorer._model.forward
 
@@ -127,7 +128,7 @@ def spy_on_passes(scorer: TransformersScorer) -> list[tuple[int, int]]:
 
 @pytest.mark.parametrize("name", ["llama", "laneformer"])
 def test_options_behind_a_long_prefix_are_read_in_two_passes(models, monkeypatch, name):
-    """The prefix once, then all options."""
+    # the prefix once, then all options
     folder, model = models[name]
     scorer, prefix = TransformersScorer(folder, "cpu"), [1, *range(40, 90)]
     options = [[7, 8, 9], [7, 8], [10], [7], [11, 12, 13, 14]]
@@ -142,7 +143,6 @@ def test_options_behind_a_long_prefix_are_read_in_two_passes(models, monkeypatch
 
 
 def test_passes_become_smaller_where_memory_ends(llama, monkeypatch):
-    """Of a model whose state cannot be copied, so that every prompt is read whole."""
     scorer = TransformersScorer(llama.folder, "cpu")
     fits, passes, score = 2, [], scorer._score
 
@@ -154,6 +154,7 @@ def test_passes_become_smaller_where_memory_ends(llama, monkeypatch):
         return score(prompts, offset)
 
     monkeypatch.setitem(hf_scorer.WORTH_A_PASS, "cpu", 1)
+    # a model whose state cannot be copied reads every prompt whole
     monkeypatch.setattr(scorer, "_keeps_prefix", False)
     monkeypatch.setattr(scorer, "_score", score_few)
     check(scorer, llama.model)
@@ -164,9 +165,9 @@ def test_passes_become_smaller_where_memory_ends(llama, monkeypatch):
 
 
 def test_both_backends_score_a_rolling_text_alike(models):
-    """Every id once, in disjoint windows with all the context that fits."""
     folder, model = models["laneformer"]
     ids, expected = [3 + (i * 7) % 200 for i in range(50)], 0.0
+    # every id once, in disjoint windows with all the context that fits
     for begin, end in ((1, 17), (17, 33), (33, 49), (49, 51)):
         first = max(0, end - 17)
         expected += scores_of(model, [1, *ids][first:end], begin - first).logprobs.sum()
@@ -178,9 +179,9 @@ def test_both_backends_score_a_rolling_text_alike(models):
 
 
 def test_a_server_says_what_the_engine_says(models):
-    """To the bit; only its context is a token shorter, as it adds one to what it scores."""
     folder = models["laneformer"].folder
     server = start(folder, engine={"dtype": "fp32", "kv_dtype": "fp32"})
+    # a server's context is a token shorter, as it adds one to what it scores
     ours = open_scorer(folder, Source("engine", "cpu", max_length=127))
     served = Source(base_url=f"{server.url}/v1", model="tiny", max_length=128, concurrency=3)
     theirs = open_scorer(folder, served)
@@ -269,7 +270,6 @@ def test_texts_become_the_same_ids_in_both(llama):
 
 @pytest.mark.parametrize(("driver", "gpus"), [(False, 0), (True, 0), (True, 2)])
 def test_auto_is_the_gpu_where_one_is_visible(models, monkeypatch, driver, gpus):
-    """Asking for one that is not there is refused in words."""
     folder = models["laneformer"].folder
     monkeypatch.setattr("laneformer.engine.device.has_driver", lambda: driver)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)

@@ -1,4 +1,4 @@
-"""Evaluations in the real wandb (offline) and TensorBoard, read back: the same names, steps and values."""
+"""Tests of evaluations read back from real wandb (offline) and TensorBoard."""
 
 import json
 from pathlib import Path
@@ -57,7 +57,7 @@ def job_of(run: Path) -> JobSections:
 
 
 def spy_on_wandb(monkeypatch) -> list[tuple[Any, list[JsonObject]]]:
-    """Each offline run from now on, and the rows that it is given."""
+    """Record each offline run from now on, and its rows."""
     import wandb
 
     started: list[tuple[Any, list[JsonObject]]] = []
@@ -91,7 +91,7 @@ def read_tensorboard(run: Path):
 
 @pytest.mark.job
 def test_the_same_values_everywhere_once(tmp_path, monkeypatch):
-    """Two starts, a checkpoint evaluated late in between: each tracker has every figure once, at its step."""
+    # two starts, a checkpoint evaluated late in between: every figure once, at its step
     run, log, started = tmp_path / "tracked", [], spy_on_wandb(monkeypatch)
     monkeypatch.setenv("WANDB_MODE", "offline")
     early, late = (

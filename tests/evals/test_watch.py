@@ -1,4 +1,4 @@
-"""The watcher of evaluations: its choices, played without processes; and real jobs that it evaluates."""
+"""Tests of the evaluation watcher: its choices without processes, and real jobs."""
 
 import errno
 import json
@@ -39,9 +39,9 @@ def save(run: Path, step: int) -> Path:
 
 
 class Played(Watcher):
-    """Exports do nothing and commands write a record.
+    """Watcher whose exports do nothing and whose commands write a record.
 
-    first: called before each of them, as (watcher, step, words); a status that it returns ends it there.
+    first: called before each command, as (watcher, step, words); a returned status ends it there.
     """
 
     def __init__(self, run, first=lambda *_: None, **section):
@@ -108,7 +108,7 @@ def test_a_failure_is_reported_and_left_for_the_next_start(tmp_path, reason):
 
 
 class Dying:
-    """Commands do half of their work, die `deaths` times, and go on from there; then the run is done."""
+    """Commands that do half of their work, die `deaths` times and resume; then the run is done."""
 
     def __init__(self, deaths):
         self.deaths, self.runs = deaths, 0
@@ -176,7 +176,7 @@ def test_a_checkpoint_deleted_meanwhile_is_skipped_and_reported(tmp_path):
 
 
 def test_a_command_that_a_killed_watcher_left_is_waited_for(tmp_path):
-    """It still writes its records to the same file, so the next watcher must not start the command beside it."""
+    # it still writes to the same file, so the next watcher must not start the command beside it
     save(tmp_path, 10)
     out = tmp_path / ".evals-watch/step-10-0/records.jsonl"
     orphan = "import sys, pathlib; sys.stdin.read(); pathlib.Path(sys.argv[1]).write_text('orphan')"
@@ -208,7 +208,7 @@ def test_a_command_holds_the_lock_of_its_records(tmp_path, monkeypatch):
 
 
 def test_sigterm_ends_it_and_what_it_started(tmp_path, monkeypatch):
-    """At the lowest priority: training comes first."""
+    # at the lowest priority: training comes first
     handlers = {}
     nice, processes, start = [], [], subprocess.Popen
 
@@ -257,7 +257,6 @@ def test_cores_and_a_gpu_of_its_own(monkeypatch):
 
 @pytest.mark.rotate
 def test_a_job_evaluates_its_own_checkpoints_and_a_killed_watcher_goes_on(prepared_data, tmp_path):
-    """A run of four steps on two ranks, with checkpoints at 1, 2 and 4, all exported and evaluated by processes."""
     # watchers at the tests' own priority: at the lowest they would wait for all other tests
     (tmp_path / "sitecustomize.py").write_text("import os\nos.nice = lambda by: 0\n")
     env = environment() | {"PYTHONPATH": str(tmp_path)}

@@ -1,4 +1,4 @@
-"""The ablation: its variants are flags that the trainer takes, its runs are paired and resume, its table is right."""
+"""Tests of the ablation: flags that the trainer takes, paired runs that resume, a right table."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SHIPPED = Path("configs/ablation.toml")
 
 
 def model_of(run: ablate.Run) -> LaneformerConfig:
-    """The model of a run's flags, as the trainer reads them."""
+    """Return the model of a run's flags as the trainer reads them."""
     from train.job_config import JobConfig
 
     job, rest = tyro.cli(JobConfig, args=run.flags, return_unknown_args=True)
@@ -129,7 +129,7 @@ def rows_of(losses: dict[str, tuple[float | None, ...]]) -> list[dict[str, objec
 
 
 def cells(markdown: str) -> dict[str, list[str]]:
-    """The cells of a table by its first column."""
+    """Return the cells of a table by its first column."""
     lines = [
         [cell.strip() for cell in line.strip("|").split("|")] for line in markdown.splitlines()[2:]
     ]
@@ -137,7 +137,7 @@ def cells(markdown: str) -> dict[str, list[str]]:
 
 
 def test_differences_are_paired_by_seed():
-    """Seeds differ by 1, variants by 0.1 to 0.3: t of three pairs is 4.303, their standard deviation 0.1."""
+    # seeds differ by 1, variants by 0.1 to 0.3: t of three pairs is 4.303, their deviation 0.1
     losses = {
         "base": (4.0, 5.0, 6.0),
         "late": (4.1, 5.2, 6.3),
@@ -197,7 +197,7 @@ def test_a_run_that_diverges_has_no_loss_and_one_that_fails_shows_its_log(tmp_pa
 
 
 def command(out: Path, lock: Path, *words: str) -> list[str]:
-    """The shipped ablation on the tests' data, of six steps."""
+    """Return the shipped ablation on the tests' data, of six steps."""
     shapes = {
         "training.steps": 6,
         "training.seq_len": 32,
@@ -223,7 +223,7 @@ def command(out: Path, lock: Path, *words: str) -> list[str]:
 def run(
     out: Path, lock: Path, *words: str, then: Callable[[], None] | None = None
 ) -> tuple[int, str]:
-    """Exit status and output of one command, whose processes the fork server starts; its id is in OUT.pid."""
+    """Run one command by the fork server; return its exit status and output, its id in OUT.pid."""
     log, pid = (out.with_name(out.name + end) for end in (".log", ".pid"))
     for path in (log, pid):
         path.unlink(missing_ok=True)
@@ -247,7 +247,7 @@ def losses_in(out: Path) -> dict[tuple[str, int], float]:
 def test_an_interrupted_ablation_leaves_no_run_behind_and_goes_on_as_if_it_had_not_been(
     prepared_data, tmp_path
 ):
-    """Its run has saved: the losses are those of runs in one piece, to the last bit."""
+    # the run has saved: losses are bitwise those of runs in one piece
     lock, out, whole = prepared_data / "phase1.lock.json", tmp_path / "out", tmp_path / "whole"
     words = (
         "--variants",

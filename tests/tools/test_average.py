@@ -1,6 +1,4 @@
-"""Averaged checkpoints: the mean in float64, one tensor at a time, whole or not at all; what
-may not be averaged.
-"""
+"""Tests of averaged checkpoints: the float64 mean, whole or not at all, and refusals."""
 
 from __future__ import annotations
 
@@ -32,7 +30,7 @@ STEPS = (10, 20, 30)
 
 @pytest.fixture(scope="module")
 def run_of_three(tmp_path_factory):
-    """A run with the checkpoints of three models, and optimizer state beside the weights."""
+    """Return a run with the checkpoints of three models, and optimizer state beside the weights."""
     run = tmp_path_factory.mktemp("runs") / "trained"
     for seed, step in enumerate(STEPS):
         one = run.with_name(f"one-{step}")
@@ -75,7 +73,6 @@ def mean(run: Path, weights: tuple[float, ...]) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("weights", [(), (1.0, 2.0, 0.5)])
 def test_it_is_the_mean_in_float64(run_of_three, tmp_path, weights):
-    """Bit for bit; in float32, the mean of three would be another number."""
     record = average(checkpoints(run_of_three), tmp_path / "mean", weights=weights)
     assert record["checkpoint"] == str(tmp_path / "mean/checkpoint/step-30")
     averaged = load_weights(tmp_path / "mean/checkpoint/step-30", small_config())
@@ -83,6 +80,7 @@ def test_it_is_the_mean_in_float64(run_of_three, tmp_path, weights):
     assert all(torch.equal(averaged[name], expected[name]) for name in expected)
     assert averaged.keys() == expected.keys()
     states = [load_weights(path, small_config()) for path in checkpoints(run_of_three)]
+    # in float32, the mean of three would be another number
     in_float32 = {
         name: (states[0][name] + states[1][name] + states[2][name]) / 3 for name in expected
     }
@@ -147,7 +145,6 @@ def test_what_is_refused(run_of_three, tmp_path):
 
 
 def test_a_run_is_whole_behind_links_and_what_it_lacks_is_named(run_of_three, tmp_path, capsys):
-    """The checkpoint folder moved to another disk, then one step; and each file of the run gone."""
     run = shutil.copytree(run_of_three, tmp_path / "run")
     average((run,), tmp_path / "plain", last=2)
     scratch = (run / "checkpoint").rename(tmp_path / "scratch")
@@ -175,7 +172,6 @@ def test_a_run_is_whole_behind_links_and_what_it_lacks_is_named(run_of_three, tm
 
 @pytest.mark.job
 def test_interrupted_it_leaves_nothing(run_of_three, tmp_path):
-    """A SIGTERM while the tensors are written: neither the folder nor its temporary one stays behind."""
     program = (
         "import runpy, signal, sys; import torch.distributed.checkpoint as dcp; load = dcp.load;"
         "dcp.load = lambda *a, **k: (load(*a, **k), print('loaded', flush=True), signal.pause());"

@@ -1,4 +1,4 @@
-"""Both shipped configs, shrunk: a dense model becomes late by the shipped trainer, and is exported."""
+"""Tests of both shipped configs, shrunk: a dense model becomes late and is exported."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def recipe(tmp_path_factory):
 
 
 def write_config(tmp_path: Path, name: str, recipe: Path, steps: int, **late: Any) -> Path:
-    """The shipped config with a small schedule and other text."""
+    """Write the shipped config with a small schedule and other text."""
     tables = read_shipped(name)
     tables["late"] |= {"recipe": str(recipe), "anneal_steps": 1, **late}
     tables["training"] |= {
@@ -86,7 +86,7 @@ def test_shipped_configs_say_what_can_be_trained(name):
 
 
 def divergence(model: Any, ids: torch.Tensor, late: Late, shares: list[float]) -> float:
-    """Mean KL to the dense model of it with these late shares, by its definition."""
+    """Return the mean KL divergence to the dense model at these late shares, by its definition."""
     dense, student = (
         logits_of(model, run_late(model, ids, each, late.delay), late.flush)
         .double()
@@ -99,7 +99,7 @@ def divergence(model: Any, ids: torch.Tensor, late: Late, shares: list[float]) -
 @pytest.mark.rotate
 @pytest.mark.parametrize("name", SHIPPED)
 def test_a_shipped_config_makes_a_model_late(name, recipe, tmp_path, monkeypatch):
-    """Training starts as the dense model, moves its late layers alone, and its result is exported."""
+    # training starts as the dense model and moves its late layers alone
     heads, kv_heads, depth, hidden = SHIPPED[name]
     sizes = {
         "num_attention_heads": heads,
@@ -117,7 +117,8 @@ def test_a_shipped_config_makes_a_model_late(name, recipe, tmp_path, monkeypatch
         Mixture.open(out / "data/phase1.lock.json").sequences(0, 2)[0].astype("int64")
     )
     expected = divergence(dense, ids[:, :-1], late, [0.0] * (depth - 1) + [1.0])
-    # eight bits of mantissa in the streams are a few percent of a divergence, which is quadratic in the difference
+    # eight bits of mantissa in the streams are a few percent of a divergence, which is quadratic in
+    # the difference
     exact = read_shipped(name)["training"]["mixed_precision_param"] == "float32"
     assert rows[0]["loss"] == pytest.approx(expected, rel=1e-4 if exact else 0.1)
     weights = load_weights(out / "run/checkpoint/step-16", dense.config)
@@ -141,7 +142,7 @@ def test_a_shipped_config_makes_a_model_late(name, recipe, tmp_path, monkeypatch
 
 
 def train_warm(tmp_path: Path, flags: Sequence[str]) -> None:
-    """As `recovery.train` starts it, by the fork server."""
+    """Train as `recovery.train` does, by the fork server."""
     status, output = run_forked(tmp_path, "train.supervise", "--nproc-per-node", "1", *flags)
     assert status == 0, output[-3000:]
 
@@ -176,7 +177,7 @@ def test_the_command_is_interrupted_and_goes_on(recipe, tmp_path):
 @pytest.mark.rotate
 @pytest.mark.skipif(not SMOLLM2.exists(), reason=f"{SMOLLM2} is not there: make extras")
 def test_the_shipped_adapter_makes_smollm2_late(tmp_path):
-    """`make chat MODEL=.venv/smollm2-late`: it costs a small part of what the delay costs without it."""
+    # `make chat MODEL=.venv/smollm2-late`; costs a small part of the delay's cost without it
     changes, about = adapter.read(ADAPTER, sha256_of(SMOLLM2))
     apply(ADAPTER, SMOLLM2, tmp_path / "hf")
     model, _ = cut(SMOLLM2, about["lanes"])

@@ -1,4 +1,4 @@
-"""A dense model cut into lanes is the same model, late shares move outputs and lose none, and an adapter is exact."""
+"""Tests that lanes of a dense model, late shares and adapters are exact."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ LORA = Late(lanes=LANES, lora_rank=4)
 
 
 def write_llama(folder: Path, **sizes: int) -> Path:
-    """A tiny Llama with a tokenizer."""
+    """Write a tiny Llama with a tokenizer."""
     write_folder(Case("Llama", SIZES | sizes), folder)
     save(byte_level([WORDS], ("<s>", "</s>"), 290), folder, bos_token="<s>", eos_token="</s>")
     return folder
@@ -65,11 +65,12 @@ def ids():
 def run_late(
     model: Laneformer, ids: Tensor, late: list[float], delay: int
 ) -> tuple[Tensor, Tensor | None]:
-    """Of all lanes' own embeddings, so that no lane stands for another."""
+    """Return the late streams of all lanes' own embeddings."""
     positions = torch.arange(ids.shape[1])
     layers: Any = model.layers
     for layer, share in zip(layers, late, strict=True):
         layer.late = share
+    # no lane stands for another
     h = model.tok_embeddings(ids)[:, :, None].expand(-1, -1, model.config.num_lanes, -1)
     return late_streams(
         layers, h, rope_table(model.config, positions), model.masks(positions, positions), delay
@@ -120,7 +121,8 @@ def test_what_cannot_be_cut_or_trained_is_refused(folder, tmp_path):
 
 @pytest.mark.parametrize("delay", [1, 2, 3])
 def test_ends_of_the_share(model, ids, delay):
-    """All late from layer `delay` on is a Laneformer with that delay; none late is delay 0; half late is neither."""
+    # all late from layer `delay` on is a Laneformer with that delay; none late is delay 0; half
+    # late is neither
     dense, published = (
         Laneformer(replace(model.config, broadcast_delay=each)).double() for each in (0, delay)
     )
@@ -138,7 +140,7 @@ def test_ends_of_the_share(model, ids, delay):
 
 @pytest.mark.parametrize("delay", [1, 2, 3])
 def test_every_output_is_counted_once(delay):
-    """With modules that write a one of their own, the streams are a table of what has arrived and how often."""
+    # modules write a one of their own, so the streams count what has arrived and how often
     late = [0.0, 0.25, 1.0, 1.0, 0.5]
     depth = len(late)
 
@@ -176,7 +178,7 @@ def test_shares_grow_from_the_top_down():
 
 @pytest.mark.parametrize("late", [(1, 3, True), (2, 2, True), (1, 1, False), (1, 2, False)])
 def test_the_folder_is_the_late_model(folder, tmp_path, late, ids):
-    """Transformers and the engine compute it, with the dense model's own text files."""
+    # Transformers and the engine compute it, with the dense model's own text files
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     (model, checkpoint), out, (delay, first, flush) = cut(folder, LANES), tmp_path / "hf", late
@@ -203,7 +205,7 @@ def test_the_folder_is_the_late_model(folder, tmp_path, late, ids):
 
 @pytest.fixture(scope="module")
 def random_adapter(folder):
-    """An adapter that changes something."""
+    """Return an adapter that changes something."""
     first = adapter.first_adapter(cut(folder, LANES)[0].config, LORA)
     assert all(w.any() == name.endswith(".a") for name, w in first.items()), (
         "it begins as the dense model"
@@ -213,7 +215,7 @@ def random_adapter(folder):
 
 
 def test_applied_is_merged(model, random_adapter, ids):
-    """Matrices that are called with their changes, and weights to which the changes were added; late and not."""
+    # matrices called with their changes, and weights with the changes added; late and not
     dense = {name: weight.clone() for name, weight in model.state_dict().items()}
     weights = adapter.merge(dense, random_adapter)
     matrices = {f"layers.{i}.{name}.weight" for i in range(1, DEPTH) for name in adapter.MATRICES}
@@ -233,7 +235,7 @@ def test_applied_is_merged(model, random_adapter, ids):
 
 
 def test_a_saved_adapter_gives_the_folder(folder, random_adapter, tmp_path):
-    """With its norm scales. Another model, or a damaged file, is refused."""
+    # with its norm scales; another model, or a damaged file, is refused
     model, _ = cut(folder, LANES)
     scales = adapter.names_in_late_layers(model.config, LORA, adapter.SCALES)
     changes = {name: w.bfloat16() for name, w in random_adapter.items()} | {

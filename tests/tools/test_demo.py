@@ -1,4 +1,4 @@
-"""The figures of the demo's last line."""
+"""Tests of the figures of the demo's last line."""
 
 from __future__ import annotations
 

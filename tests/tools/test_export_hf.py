@@ -1,4 +1,4 @@
-"""The export's command line and the training progress that it reads."""
+"""Tests of the export's command line and the training progress that it reads."""
 
 from __future__ import annotations
 
@@ -33,7 +33,6 @@ def test_progress_survives_a_cut_line(tmp_path):
 
 
 def test_draft_ids_are_the_most_frequent(prepared_data, tmp_path, monkeypatch):
-    """Of the first windows of the mixture; what else the command may be asked is refused."""
     # no multiple of what is read at a time
     monkeypatch.setattr("tools.export_hf.COUNTED_WINDOWS", 70)
     lock = prepared_data / "phase1.lock.json"
@@ -72,7 +71,7 @@ def test_a_run_or_a_step_that_is_not_there_lists_the_steps(
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_a_full_disk_is_one_line_and_leaves_nothing(checkpoint, tmp_path, monkeypatch):
-    """A limit on the size of a file is as a disk without room."""
+    # a limit on the size of a file acts like a disk without room
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     try:

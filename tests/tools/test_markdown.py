@@ -1,4 +1,4 @@
-"""Markdown tables of every kind of value."""
+"""Tests of Markdown tables of every kind of value."""
 
 from __future__ import annotations
 

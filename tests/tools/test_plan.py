@@ -1,4 +1,4 @@
-"""The plan reproduces the published sums, and its parts agree with each other and with the model."""
+"""Tests that the plan gives the published sums, and that its parts agree with the model."""
 
 from __future__ import annotations
 
@@ -51,7 +51,8 @@ REFUSED = {
     "states no FLOP/s": "configs/phase1.toml --gpu rubin",
     "no job file given": "",
 }
-# all commands in one process, since TorchTitan is slow to import; not in this one, since it keeps global state
+# all commands in one process, since TorchTitan is slow to import; not in this one, since it keeps
+# global state
 RUN = """
 import contextlib, io, json, sys
 from records.command import run_command
@@ -107,7 +108,7 @@ def test_published_sums(plans):
 
 @pytest.mark.rotate
 def test_long_windows_fit_an_h200_or_80_gb_with_one_lane_a_gpu(plans):
-    """As configs/phase3.toml and the docs say; a layer's sums by their definition."""
+    # as configs/phase3.toml and the docs state; a layer's sums by their definition
     comments, page = (
         (ROOT / p).read_text() for p in ("configs/phase3.toml", "docs/decisions/training.md")
     )
@@ -141,7 +142,7 @@ def test_long_windows_fit_an_h200_or_80_gb_with_one_lane_a_gpu(plans):
 @pytest.mark.rotate
 @pytest.mark.parametrize("name", ["nemotron", "nemotron-code", "nemotron-64k"])
 def test_recipes_keep_what_their_runs_read_and_a_margin(outputs, plans, name):
-    """The shipped `keep` is what the shipped jobs give, and no source is read more often for it than it would be."""
+    # the shipped `keep` fits the shipped jobs, and makes no source repeat more often
     parts, total = (plans[name]["preparation"][key] for key in ("parts", "total"))
     shipped = {
         each.name: each.keep
@@ -238,7 +239,7 @@ def test_memory_parts():
 
 
 def test_traffic_and_checkpoints_by_hand():
-    """Weights are gathered twice in bf16 (the head once), gradients scattered and reduced in fp32."""
+    # weights are gathered twice in bf16 (the head once), gradients scattered and reduced in fp32
     p, head = PARAMETERS, 98_304_000
     hybrid, flat, small = (
         sums.traffic(replace(JOB, **changes), CLUSTER)

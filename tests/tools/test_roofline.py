@@ -1,4 +1,4 @@
-"""The recurrence of a token's time is what the update table says; the projection repeats the published figures."""
+"""Tests of a token's time against the update table, and of the published figures."""
 
 from __future__ import annotations
 
@@ -45,7 +45,8 @@ def test_a_delay_hides_a_link_as_slow_as_that_many_layers_and_then_pays_now_and_
 
 
 def test_ladder_hides_a_link_as_slow_as_the_module_beside_it():
-    # attention's outputs travel while the MLP runs, the MLP's while attention runs; nothing hides the last one
+    # attention's outputs travel while the MLP runs, the MLP's while attention runs; nothing hides
+    # the last one
     assert clock(4e-6, late=1, broadcast_delay=0) == pytest.approx(LAYERS * LAYER_S + 4e-6)
     slow = clock(10e-6, late=1, broadcast_delay=0)
     assert slow == pytest.approx(LAYERS * LAYER_S + (LAYERS - 1) * 6e-6 + 10e-6)
@@ -53,7 +54,7 @@ def test_ladder_hides_a_link_as_slow_as_the_module_beside_it():
 
 
 def test_the_rows_of_the_docs_come_out(capsys):
-    """Each row that the command prints stands on the page, which has those of another model, too."""
+    # each printed row is on the page, which also has those of another model
     main()
     printed = {
         " ".join(line.replace("|", " ").split()) for line in capsys.readouterr().out.splitlines()

@@ -1,4 +1,4 @@
-"""Synthetic shards are a mixture like any other."""
+"""Test that synthetic shards are a mixture like any other."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from tools.synthetic import write_synthetic_lock
 
 
 def test_synthetic_ids_of_a_large_vocabulary(tmp_path):
-    """As `tools.plan --dry-run` writes them for a job with a tokenizer of more than 65,536 pieces."""
+    # as `tools.plan --dry-run` writes them for a tokenizer of more than 65,536 pieces
     tokens, _ = Mixture.open(write_synthetic_lock(tmp_path / "data", 4, 16, 128_256)).sequences(
         0, 4
     )

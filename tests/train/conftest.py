@@ -1,4 +1,4 @@
-"""The run as it should be, made once for all tests that compare with it."""
+"""Runs without faults, made once for all tests that compare with them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.train.supervised import INTERVAL, STEPS, run_undisturbed
 
 @pytest.fixture(scope="session")
 def phase1(prepared_data):
-    """The lock file of the first phase."""
+    """Return the lock file of the first phase."""
     return prepared_data / "phase1.lock.json"
 
 
@@ -37,7 +37,8 @@ def whole_run(phase1, shared):
 
 @pytest.fixture(scope="session")
 def logged_run(phase1, shared):
-    """Six steps on two ranks, two micro-batches each; validation every third, a checkpoint every second."""
+    """Run six steps on two ranks, two micro-batches each."""
+    # validation every third step, a checkpoint every second
     job = (
         "--metrics.enable_wandb",
         "--metrics.gpu_hour_price",
@@ -50,7 +51,7 @@ def logged_run(phase1, shared):
 
 @pytest.fixture(scope="session")
 def shipped_run(phase1, shared):
-    """configs/phase1.toml on two ranks, started as a user starts it (tests/train/production.py)."""
+    """Run configs/phase1.toml on two ranks as a user starts it (tests/train/production.py)."""
     launcher = production.torchrun(2)
     made = shared(
         "shipped_run",

@@ -1,8 +1,7 @@
-"""Breaks a job from the inside, on schedule. Named as `experimental.custom_import` by tests; no
-part of the product.
+"""Faults that break a job from the inside, on schedule; tests load it by `experimental.custom_import`.
 
-LANEFORMER_FAULTS names a JSON file: a list of {"kind", "step", "rank"}. Each happens once in the life of a
-run, however often the job starts: whoever does it first leaves a mark beside the plan.
+LANEFORMER_FAULTS names a JSON file: a list of {"kind", "step", "rank"}. Each happens once in the
+life of a run, however often the job starts, as the first to do it leaves a mark beside the plan.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ failed_saves.RETRY_S = 0.0  # at every step
 
 
 def due(step: int, of_save: bool = False) -> str | None:
-    """The kind of fault that this rank has to commit now, in a step or in its save, marked as done."""
+    """Return the fault that this rank commits now, in a step or its save, and mark it done."""
     for index, fault in enumerate(read_json(PLAN)):
         if (
             fault["step"] == step
@@ -60,7 +59,7 @@ def due(step: int, of_save: bool = False) -> str | None:
 
 
 def fill(path: Path) -> None:
-    """Until not one byte more fits; RuntimeError for a disk that no test has made."""
+    """Write until no byte fits; RuntimeError for a disk larger than a test's."""
     if (disk := shutil.disk_usage(path.parent)).total > 64 << 20:
         raise RuntimeError(
             f"{path.parent} is on a disk of {disk.total} bytes, expected the test's small one"
@@ -84,7 +83,7 @@ def run_folder() -> Path:
 
 
 def broken_step(self: LaneformerTrainer, data_iterator: Any) -> None:
-    """The step, with this step's fault between the backward pass and the clipping of the gradients."""
+    """Run a step with its fault between the backward pass and the clipping of the gradients."""
 
     def clip(*arguments: Any, **options: Any) -> torch.Tensor:
         commit(self)
@@ -143,7 +142,8 @@ def commit(self: LaneformerTrainer) -> None:
 
 
 def broken_finish(self: HashingWriter, metadata: Any, results: Any) -> None:
-    """Rank 0 writes .metadata here, when all data files are written."""
+    """Finish a save with its fault before or after .metadata."""
+    # rank 0 writes .metadata here, when all data files are written
     kind = due(int(self.path.name.removeprefix("step-")), of_save=True)
     if kind == "kill_all_before_metadata":
         kill_all()

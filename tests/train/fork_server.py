@@ -1,17 +1,16 @@
-"""A process that has imported TorchTitan once, and in which `python -m train` is a fork instead of a start.
+"""A process that has imported TorchTitan once and forks to run `python -m train`.
 
     python -m tests.train.fork_server
 
-Imports take eight seconds, a fork a few milliseconds. In this process and in what is run_forked from it,
-`subprocess` runs `python -m NAME` for the programs in WARM by a fork that becomes that program: with its
-arguments, environment, signal handlers and descriptors as they would be after exec. Everything else is the
-real thing: the supervisor is a process, torchrun's own agent its child and the ranks that one's children.
-(tests/train/test_production.py has a job that is really started.)
+Imports take eight seconds, a fork a few milliseconds. Here and in forks, `subprocess` runs
+`python -m NAME` for the programs in WARM by a fork with the arguments, environment, signal handlers
+and descriptors as after exec; supervisor, torchrun's agent and ranks are real processes.
+tests/train/test_production.py has a job that is really started.
 
-Each line of stdin is a job, {"command", "environment", "log"}, and its answer the exit status. `command` is
-the command line of one process; or, with "ranks" and "limit_s", the arguments of `python -m train`
-for that many processes without torchrun: the answer is then the list of their exit statuses, and the first failure
-ends the others.
+Each line of stdin is a job, {"command", "environment", "log"}, answered by its exit status.
+`command` is the command line of one process; with "ranks" and "limit_s" it is the arguments of
+`python -m train` for that many processes without torchrun, answered by a list of exit statuses;
+the first failure ends the others.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ WARM = (
 
 
 class Popen(subprocess.Popen):
-    """subprocess.Popen whose process is a fork of this one where it would be a warm program."""
+    """subprocess.Popen that forks this process where it would start a warm program."""
 
     def __init__(self, args: Any, **options: Any):
         if (program := warm_program(args)) is not None:
@@ -69,7 +68,7 @@ class Popen(subprocess.Popen):
 
 
 def warm_program(command: Any) -> list[str] | None:
-    """NAME and arguments of `python [-u] -m NAME ...` if it is warm."""
+    """Return NAME and arguments of `python [-u] -m NAME ...` if NAME is in WARM."""
     if isinstance(command, str | bytes | os.PathLike) or command[0] != sys.executable:
         return None
     rest = [part for part in command[1:3] if part != "-u"] + list(command[3:])
@@ -79,7 +78,7 @@ def warm_program(command: Any) -> list[str] | None:
 def become_program(
     program: list[str], environment: dict[str, str], passed: Sequence[int]
 ) -> NoReturn:
-    """In a new process: run a module as `python -m` does, and end."""
+    """Run a module as `python -m` does, in a new process, and end."""
     status = 1
     try:
         gc.enable()  # subprocess turns it off around a fork
@@ -141,7 +140,7 @@ def run(job: dict[str, Any]) -> int | list[int]:
 
 
 def wait_for_end(process: subprocess.Popen, log: str) -> int:
-    """Its exit status; a process that does not end says where it is, and is killed."""
+    """Return the exit status; after TIMEOUT_S log the process's stacks and kill it."""
     try:
         return process.wait(TIMEOUT_S)
     except subprocess.TimeoutExpired:
@@ -152,7 +151,7 @@ def wait_for_end(process: subprocess.Popen, log: str) -> int:
 
 
 def run_ranks(job: dict[str, Any], log: Any) -> list[int]:
-    """All ranks at once; when one has failed, the others have GRACE_S to say what they saw of it."""
+    """Run all ranks at once and return their exit statuses."""
     size, running = job["ranks"], list[subprocess.Popen]()
     command = [sys.executable, "-m", "train", *job["command"]]
     with hold_port() as holder:
@@ -173,6 +172,7 @@ def run_ranks(job: dict[str, Any], log: Any) -> list[int]:
             )
         last_s, failed = time.monotonic() + job["limit_s"], False
         while None in [process.poll() for process in running]:  # all are asked, each time
+            # the others have GRACE_S to report what they saw of the failure
             if not failed and (failed := any(process.returncode for process in running)):
                 last_s = min(last_s, time.monotonic() + GRACE_S)
             if time.monotonic() > last_s:
@@ -182,7 +182,7 @@ def run_ranks(job: dict[str, Any], log: Any) -> list[int]:
 
 
 def end_all(running: list[subprocess.Popen], with_stacks: bool) -> None:
-    """Kill; `with_stacks` after each has printed its own to the log, by faulthandler."""
+    """Kill; `with_stacks`, after each has printed its stacks to the log by faulthandler."""
     for process in running if with_stacks else ():
         process.send_signal(signal.SIGABRT)
     with contextlib.suppress(subprocess.TimeoutExpired):

@@ -1,12 +1,10 @@
-"""The run behind the golden losses, and the command that renews them on purpose:
+"""The run behind the golden losses, and the command that renews them:
 
-    python -m tests.train.golden_run          (from the checkout; writes tests/train/golden/DEVICE.json)
+    python -m tests.train.golden_run    (from the checkout; writes tests/train/golden/DEVICE.json)
 
-The losses of 20 steps of the real trainer depend on the model, the initialisation, the data order, the
-optimizer, the schedule and the loss. On another machine they agree to rounding only: other vector widths and
-libraries sum in another order, and each step builds on the one before. How much that is, is measured when
-they are renewed: the same job on two ranks, with a compiled loss and layers, and with the narrowest vector
-instructions that PyTorch and MKL have.
+The losses of 20 steps of the real trainer depend on the model, initialisation, data order,
+optimizer, schedule and loss. Other machines agree only to rounding, as other vector widths and
+libraries sum in another order and each step builds on the one before.
 """
 
 from __future__ import annotations
@@ -31,7 +29,7 @@ NARROW_VECTORS = {
 
 
 def device_kind() -> str:
-    """What the golden file is named after: cpu, or the GPU's name."""
+    """Return the golden file's stem: cpu, or the GPU's name."""
     return (
         torch.cuda.get_device_name().lower().replace(" ", "-")
         if torch.cuda.is_available()
@@ -44,7 +42,7 @@ def golden_path() -> Path:
 
 
 def golden_losses(folder: Path, *overrides: str, ranks: int = 1) -> list[float]:
-    """The losses of the run in a fresh `folder`."""
+    """Return the losses of the run in a fresh `folder`."""
     lock = write_synthetic_lock(folder / "data", STEPS * GLOBAL_BATCH, SEQ_LEN, SMALL.vocab_size)
     run = folder / "run"
     settings = {
@@ -59,10 +57,12 @@ def golden_losses(folder: Path, *overrides: str, ranks: int = 1) -> list[float]:
 
 
 def main() -> None:
-    """Run three ways and write losses and the largest difference between the ways so far, step by step."""
+    """Write losses and, for each step, the largest difference by rounding so far."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         losses = golden_losses(folder / "one")
+        # rounding is measured: two ranks, a compiled loss and layers, and the narrowest vector
+        # instructions that PyTorch and MKL have
         others = [
             golden_losses(folder / "two", ranks=2),
             golden_losses(folder / "compiled", "--compile.enable"),

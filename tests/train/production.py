@@ -1,6 +1,4 @@
-"""The shipped 2B job files with shapes, lengths and places changed, and nothing else: what
-the production tests run.
-"""
+"""The shipped 2B job files with only shapes, lengths and places changed, for production tests."""
 
 from __future__ import annotations
 
@@ -58,9 +56,9 @@ def train(
     warm: bool = True,
     **env: str,
 ) -> Path:
-    """Run configs/`config`.toml with the settings above and `changes` to its end; returns the run folder.
+    """Run configs/`config`.toml with the settings above and `changes`; return the run folder.
 
-    warm: its processes are run_forked by the fork server; otherwise all is really started.
+    warm: the fork server starts its processes; otherwise all is really started.
     """
     settings = {"job.dump_folder": folder, "mixture.lock": lock, **SHAPES, **DEVIATIONS, **changes}
     program = [*launcher, "--job.config_file", f"configs/{config}.toml", *job_flags(settings)]
@@ -92,7 +90,7 @@ def torchrun(ranks: int) -> list[str]:
 def assert_trained(
     config: str, run: Path, *more: str, validated: Sequence[int] = (EVERY, STEPS)
 ) -> None:
-    """configs/`config`.toml to its end, as the file says but for the settings above and `more`."""
+    """Assert that the job ran to its end as configs/`config`.toml states, but for `more`."""
     rows = metrics(run)
     assert sorted({row["step"] for row in rows}) == [EVERY, STEPS]
     assert all(row["loss"] > 0 and row["grad_norm"] > 0 for row in rows)
@@ -106,7 +104,7 @@ def assert_trained(
 
 
 def assert_nothing_else_deviates(config: str, folder: Path, *more: str) -> None:
-    """The resolved job is the shipped file but for the settings above."""
+    """Assert that the resolved job is the shipped file but for the settings above."""
     shipped = tomllib.loads((ROOT / f"configs/{config}.toml").read_text())
     resolved = tomllib.loads((folder / "config.toml").read_text())
     different = set()
@@ -124,7 +122,7 @@ def assert_nothing_else_deviates(config: str, folder: Path, *more: str) -> None:
 
 
 def assert_prepared_as_the_job_file_says(folder: Path) -> None:
-    """Compiled, checkpointed, cast and saved as in the 2B run, and each step in its order."""
+    """Assert compilation, checkpointing, casts and saves as in the 2B run, and the steps' order."""
     facts = read_json(folder / "facts.json")
     layers = LaneformerConfig.from_flavor("2b").num_hidden_layers
     assert facts["layers"] == facts["checkpointed"] == facts["compiled"] == layers

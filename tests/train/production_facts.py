@@ -1,8 +1,7 @@
-"""Records how the trainer prepared its model; named as `experimental.custom_import` by test_production.py.
+"""Records how the trainer prepared its model; test_production.py loads it by custom_import.
 
-Rank 0 writes RUN/facts.json when training ends: what is compiled, checkpointed and cast, the
-timeouts that are set and what a step waits for, which no metric shows. With LANEFORMER_FAULTS the
-faults of `tests.train.faults` happen, too.
+Rank 0 writes RUN/facts.json when training ends: what is compiled, checkpointed and cast, timeouts,
+and what a step waits for. With LANEFORMER_FAULTS the faults of `tests.train.faults` happen, too.
 """
 
 from __future__ import annotations
@@ -25,7 +24,8 @@ from laneformer.titan import loss
 from train.trainer import LaneformerTrainer
 
 if not torch.cuda.is_available():
-    # the staging of async_with_pinned_mem, and its process that writes, without pinned memory and streams
+    # the staging of async_with_pinned_mem, and its process that writes, without pinned memory and
+    # streams
     checkpoint.StagingOptions = lambda *wanted: StagingOptions(False, True, True, False)
 if "LANEFORMER_FAULTS" in os.environ:
     import tests.train.faults  # noqa: F401
@@ -48,7 +48,7 @@ def record_pg_timeouts(timeout: timedelta, parallel_dims: Any) -> None:
 
 
 def record_order(trainer: LaneformerTrainer) -> list[str]:
-    """What happens in every step, in this order, of: the wait for the staging of a checkpoint, the optimizer."""
+    """Return the list that records each step's order of staging wait and optimizer."""
     order: list[str] = []
     wait, move = trainer.checkpointer.maybe_wait_for_staging, trainer.optimizers.step
 
@@ -67,7 +67,7 @@ def record_order(trainer: LaneformerTrainer) -> list[str]:
 
 
 def policies(model: torch.nn.Module) -> set[tuple[str, str]]:
-    """(parameter dtype, reduction dtype) of all FSDP units that own parameters."""
+    """Return (parameter dtype, reduction dtype) of all FSDP units that own parameters."""
     states = [m._get_fsdp_state() for m in model.modules() if isinstance(m, FSDPModule)]
     units = [state._mp_policy for state in states if state._fsdp_param_group is not None]
     return {(str(policy.param_dtype), str(policy.reduce_dtype)) for policy in units}

@@ -1,4 +1,4 @@
-"""Real torchrun jobs on CPU at toy size, and what their run folders hold: shared by the tests of the trainer."""
+"""Real torchrun jobs on CPU at toy size, and readers of their run folders."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ SMALL = LaneformerConfig.from_flavor("tiny", swa_layers=(0, 1, 2), **ARCHITECTUR
 
 @functools.cache
 def fork_server() -> subprocess.Popen[str]:
-    """One for all jobs of this test process."""
+    """Start the one server for all jobs of this test process."""
     command = [sys.executable, "-m", "tests.train.fork_server"]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     server = subprocess.Popen(
@@ -63,7 +63,8 @@ def fork_server() -> subprocess.Popen[str]:
 
 
 def limit_open_files() -> None:
-    """To what most systems allow a login shell, from which Slurm takes the limits of its jobs."""
+    """Limit open files to 1024."""
+    # most systems allow a login shell this many, and Slurm takes the limits of its jobs from it
     resource.setrlimit(
         resource.RLIMIT_NOFILE, (1024, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
     )
@@ -95,7 +96,7 @@ def launch(
     config: str = "debug_phase1",
     fails: bool = False,
 ) -> subprocess.CompletedProcess[str]:
-    """One training job in processes of its own; `overrides` are TorchTitan's command-line flags."""
+    """Run a training job in its own processes; `overrides` are TorchTitan command-line flags."""
     settings = {
         "training.global_batch_size": GLOBAL_BATCH,
         "training.steps": STEPS,
@@ -115,8 +116,9 @@ def run_job(
     fails: bool = False,
     **env: str,
 ) -> subprocess.CompletedProcess[str]:
-    """`python -m train` with these arguments on `ranks` processes; stdout holds the output of all, and after `limit_s`
-    seconds where each of them was. AssertionError unless it ends well, or `fails`.
+    """Run `python -m train` on `ranks` processes and return their output as stdout.
+
+    After `limit_s` seconds it also has the stacks of each. AssertionError for an unexpected end.
     """
     log = run.with_name(f"{run.name}.{time.monotonic_ns()}.log")
     job = {
@@ -132,7 +134,7 @@ def run_job(
 
 
 def ask(job: dict[str, Any], meanwhile: Callable[[], None] = lambda: None) -> Any:
-    """The fork server's answer to a job; `meanwhile` is called when it has the job."""
+    """Send a job to the fork server and return its answer; call `meanwhile` while it runs."""
     server = fork_server()
     print(json.dumps(job), file=server.stdin, flush=True)
     try:
@@ -144,7 +146,8 @@ def ask(job: dict[str, Any], meanwhile: Callable[[], None] = lambda: None) -> An
 
 
 def end_fork_server() -> None:
-    """With all that it has started: a job would go on in folders that its test has left."""
+    """Kill the fork server and all that it has started."""
+    # a job would go on in folders that its test has left
     server = psutil.Process(fork_server().pid)
     for process in (*server.children(recursive=True), server):
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -160,8 +163,9 @@ def run_forked(
     meanwhile: Callable[[], None] = lambda: None,
     **env: str,
 ) -> tuple[int, str]:
-    """Exit status of `python -m PROGRAM` run_forked by the fork server, and what it output: in folder/NAME.log, beside
-    its NAME.pid.
+    """Run `python -m PROGRAM` by the fork server; return its exit status and output.
+
+    The output is in folder/NAME.log, the process id in folder/NAME.pid.
     """
     log = folder / f"{name}.log"
     log.unlink(missing_ok=True)
@@ -188,7 +192,7 @@ def metrics(run: Path) -> list[dict]:
 
 
 def load_saved(run: Path, step: int = STEPS) -> dict[str, Any]:
-    """All that a checkpoint holds."""
+    """Return all that a checkpoint holds."""
     with tempfile.NamedTemporaryFile() as target:
         dcp_to_torch_save(run / f"checkpoint/step-{step}", target.name)
         return torch.load(target.name, weights_only=False)
@@ -199,7 +203,7 @@ def weights(run: Path, step: int = STEPS) -> dict[str, torch.Tensor]:
 
 
 def copy_stopped_at(step: int, whole: Path, run: Path) -> None:
-    """The run folder as it would be, had the job died after saving `step`."""
+    """Copy a run folder as if the job had died after saving `step`."""
     shutil.copytree(whole, run)
     for path in run.glob("checkpoint/step-*"):
         if int(path.name.removeprefix("step-")) > step:

@@ -1,4 +1,4 @@
-"""A tiny job under its supervisor, with faults on schedule: what the fault tests and the chaos run share."""
+"""A tiny supervised job with scheduled faults, shared by the fault tests and the chaos run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ COMPARED = ("loss", "max_loss", "grad_norm", "lr", "tokens")
 
 
 def arguments(run: Path, lock: Path, steps: int, interval: int) -> list[str]:
-    """What `python -m train` gets; bit for bit comparable: float32, a fixed number of ranks."""
+    """Return the arguments of `python -m train`."""
+    # float32 and a fixed number of ranks: bit for bit comparable
     settings = {
         "training.global_batch_size": GLOBAL_BATCH,
         "training.steps": steps,
@@ -40,7 +41,7 @@ def arguments(run: Path, lock: Path, steps: int, interval: int) -> list[str]:
 
 
 def run_undisturbed(folder: Path, lock: Path, steps: int, interval: int, *more: str) -> Path:
-    """The run as it should be, without a supervisor. Returns its folder."""
+    """Run without a supervisor and faults; return the run folder."""
     run = folder / "run"
     folder.mkdir(parents=True, exist_ok=True)
     run_job(run, [*arguments(run, lock, steps, interval), *more], RANKS)
@@ -48,7 +49,7 @@ def run_undisturbed(folder: Path, lock: Path, steps: int, interval: int, *more: 
 
 
 def plan_faults(folder: Path, faults: list[dict[str, Any]]) -> dict[str, str]:
-    """The environment in which tests.train.faults commits these; `rank`: None for all."""
+    """Return the environment in which tests.train.faults commits these; `rank` None: all ranks."""
     folder.mkdir(parents=True, exist_ok=True)
     plan = folder / "faults.json"
     plan.write_text(json.dumps([{"rank": None, **fault} for fault in faults]))
@@ -65,7 +66,7 @@ def faulty(
     module: str = "tests.train.faults",
     fails: bool = False,
 ) -> subprocess.CompletedProcess[str]:
-    """One attempt with faults, without a supervisor; its run folder is folder/run."""
+    """Run one attempt with faults and no supervisor, in folder/run."""
     env = plan_faults(folder, faults)
     command = [
         *arguments(folder / "run", lock, steps, interval),
@@ -84,7 +85,7 @@ def supervise(
     *more: str,
     meanwhile: Callable[[], None] = lambda: None,
 ) -> tuple[Path, int, str]:
-    """One life of the supervisor: (run folder, its exit status, what it output).
+    """Run the supervisor once; return (run folder, exit status, output).
 
     meanwhile: called when it has been started.
     """
@@ -108,7 +109,7 @@ def environment() -> dict[str, str]:
 
 
 def curve(run: Path) -> dict[int, dict[str, Any]]:
-    """metrics.jsonl merged: for each step the record of the last attempt that reached it."""
+    """Return for each step the record of the last attempt that reached it, from metrics.jsonl."""
     return {row["step"]: {key: row[key] for key in COMPARED} for row in metrics(run)}
 
 
@@ -119,7 +120,7 @@ def weights(run: Path, step: int) -> dict[str, torch.Tensor]:
 
 
 def assert_same(run: Path, reference: Path, steps: int) -> None:
-    """Bit for bit: the merged curve, the final weights and moments."""
+    """Assert that the merged curve, final weights and moments are bitwise equal."""
     expected = curve(reference)
     assert sorted(expected) == list(range(1, steps + 1))
     assert curve(run) == expected

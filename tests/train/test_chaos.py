@@ -1,4 +1,4 @@
-"""A random fault every 20 steps, drawn from a seed; the final weights are the run_undisturbed ones, bit for bit.
+"""Test of a random fault every 20 steps, by a seed; final weights equal an undisturbed run's.
 
 40 steps with 2 faults, since a start costs its imports; CHAOS_STEPS=200 has 10.
 """
@@ -20,7 +20,7 @@ KINDS = (*OF_A_SAVE, *OF_A_RANK, "nan", "truncate")
 
 
 def draw(steps: int, seed: int) -> list[dict[str, Any]]:
-    """One fault in every EVERY steps; those of a save at a step that saves."""
+    """Draw one fault in every EVERY steps; faults of a save at a step that saves."""
     chance, faults = random.Random(seed), []
     for first in range(1, steps - EVERY // 2, EVERY):
         kind = chance.choice(KINDS)

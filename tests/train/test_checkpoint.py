@@ -1,6 +1,4 @@
-"""Real jobs: bit-exact resume, other rank counts, the phase switch, damaged checkpoints,
-starts that must fail.
-"""
+"""Tests of real jobs: bitwise resume, other rank counts, phase switch, damaged checkpoints."""
 
 from __future__ import annotations
 

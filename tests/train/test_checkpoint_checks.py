@@ -1,4 +1,4 @@
-"""Which number of steps a checkpoint may be continued with: whatever leaves its learning rates as they were."""
+"""Tests of numbers of steps to continue with: those that keep past learning rates."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LAST_STABLE = 81  # of 100 steps
 
 
 def make_checkpoint(run: Path, step: int, steps: int = 100, **schedule: Any) -> Path:
-    """As a run of `steps` steps leaves it, with all that it has saved before."""
+    """Make the last checkpoint of a run of `steps` steps, with all saved before."""
     for saved in range(20, step + 1, 20):
         (run / f"checkpoint/step-{saved}").mkdir(parents=True)
         (run / f"checkpoint/step-{saved}/.metadata").touch()

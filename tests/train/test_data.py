@@ -1,4 +1,4 @@
-"""The loader: the same global batches whoever reads them, exact resume anywhere, exact counts, clear ends."""
+"""Tests of the loader: the same batches for any ranks, exact resume and counts, clear ends."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def lock(prepared_data):
 
 @pytest.fixture(scope="module")
 def wrap(lock):
-    """The first sequence that is the second reading of a source."""
+    """Return the first sequence that is the second reading of a source."""
     mixture = Mixture.open(lock)
     windows = {entry["name"]: entry["windows"] for entry in read_json(lock)["sources"]}
     for number in range(sum(windows.values())):
@@ -59,8 +59,9 @@ def job(
 
 
 def train(loaders: list[MixtureLoader], steps: int) -> tuple[np.ndarray, np.ndarray, str]:
-    """Some steps of all ranks: (windows (steps, G, S + 1), sources (steps, G), the state
-    that all ranks save).
+    """Run some steps of all ranks.
+
+    Returns windows (steps, G, S + 1), sources (steps, G) and the state that all ranks save.
     """
     micro_batches = steps * GLOBAL_BATCH // loaders[0].micro_batch
     read = [list(islice(each, micro_batches)) for each in loaders]
@@ -84,7 +85,7 @@ def read_sequences(lock: Path, numbers: list[int]) -> np.ndarray:
 
 
 def places(loader: MixtureLoader) -> list[tuple[str, int]]:
-    """Where the first windows of its source `code` lie."""
+    """Return where the first windows of its source `code` are."""
     windows = [window for window in loader.locate(0, 40) if window["source"] == "code"]
     return [(window["shard"], window["token_offset"]) for window in windows]
 

@@ -1,4 +1,4 @@
-"""What a logged step sees of the streams costs no compilation."""
+"""Test that the stream diagnostics of a logged step cost no compilation."""
 
 from __future__ import annotations
 

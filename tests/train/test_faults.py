@@ -1,7 +1,7 @@
-"""Real faults on real processes; the job goes on by itself and ends as if nothing had happened, bit for bit.
+"""Tests that a job survives real faults by itself and ends bitwise as if nothing had happened.
 
-One run meets them all, one after the other, because a start costs its imports. The full disk is the kernel's
-own refusal to write more (RLIMIT_FSIZE, EFBIG); nothing is simulated but the moment.
+One run meets all faults in turn, because a start costs its imports. The full disk is the kernel's
+own refusal to write more (RLIMIT_FSIZE, EFBIG); only the moment is simulated.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ FAULTS: list[dict[str, Any]] = [
 
 @pytest.fixture(scope="module")
 def faulty_run(phase1, tmp_path_factory):
-    """The run that met every fault, and what its supervisors output."""
+    """Return the run that met every fault, and what its supervisors output."""
     folder = tmp_path_factory.mktemp("disturbed")
     run, status, output = supervise(folder, phase1, STEPS, INTERVAL, FAULTS)
     assert status == 85, f"the supervisor was to save and end with 85\n{output}"

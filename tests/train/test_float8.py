@@ -1,4 +1,4 @@
-"""A job with float8 products, emulated: two ranks are one, and near the plain job."""
+"""Tests of emulated float8 products: two ranks equal one, near the plain job."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Twenty steps of the real trainer give the losses that are kept per device kind; renewed only on purpose.
+"""Tests that twenty steps of the real trainer give the losses kept for the device kind.
 
-On a GPU for which none are kept, the reference is the same job compiled: other kernels, the same sums.
+Without kept losses for a GPU, the reference is the same job compiled: other kernels, the same sums.
 """
 
 from __future__ import annotations
@@ -20,14 +20,7 @@ Reference = tuple[list[float], list[float]]  # losses, tolerances
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory):
-    """Absolute tolerance, step by step: what another order of summation changed when the losses
-    were kept, times 8.
-
-    `rounding` is a sample of a random walk: another machine rounds as differently as narrower vectors,
-    two ranks or the compiler do here, but may fall on another side. Eight such differences, each at
-    least one rounding of the loss itself, leave room for that; eight times more where the rounding is
-    not this device's own.
-    """
+    """Return losses and an absolute tolerance for each step."""
     kept = golden_path().is_file()
     golden = json.loads(golden_path().read_text()) if kept else CPU
     losses = (
@@ -35,6 +28,9 @@ def reference(tmp_path_factory):
         if kept
         else golden_losses(tmp_path_factory.mktemp("golden"), "--compile.enable")
     )
+    # `rounding` samples a random walk: another machine rounds as differently as narrower vectors,
+    # two ranks or the compiler do here, but may fall on another side; 8 such differences, each at
+    # least one rounding of the loss, leave room for that, 8 times more on another device
     epsilon, factor = torch.finfo(torch.float32).eps, 8 if kept else 64
     return losses, [
         factor * max(r, epsilon * x) for r, x in zip(golden["rounding"], losses, strict=True)
@@ -42,7 +38,7 @@ def reference(tmp_path_factory):
 
 
 def disagreement(losses: list[float], reference: Reference) -> float:
-    """The largest difference from the reference, in tolerances: at most 1 is agreement."""
+    """Return the largest difference from the reference in tolerances; at most 1 is agreement."""
     assert len(losses) == len(reference[0]) == STEPS
     return max(abs(a - b) / tolerance for a, b, tolerance in zip(losses, *reference, strict=True))
 

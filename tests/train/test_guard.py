@@ -1,4 +1,4 @@
-"""What the guard refuses, that it learns nothing from it, and that it remembers through a checkpoint."""
+"""Tests that the guard does not learn from what it refuses, and survives checkpoints."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""What does not end an attempt: refused batches that are skipped at once, a disk without
-room, another batch size.
-"""
+"""Tests of what does not end an attempt: skipped batches, a full disk, another batch size."""
 
 from __future__ import annotations
 
@@ -34,7 +32,7 @@ def windows(run: Path) -> list[list[int]]:
 
 @pytest.mark.job
 def test_skipped_in_place_equals_skipped_from_the_start(phase1, tmp_path, capsys):
-    """And `data_mixtures show` shows the batch that was refused."""
+    # and `data_mixtures show` shows the refused batch
     steps = 8
     faults = [{**NAN, "step": 4}, {**NAN, "step": 4}, {**NAN, "step": 6}]
     more = (*SKIP, "--resilience.spike_window", "4", "--resilience.max_skips", "3")
@@ -92,7 +90,7 @@ def test_a_roll_back_leaves_out_what_it_goes_back_over(
 
 @pytest.fixture
 def small_disk(tmp_path):
-    """A file system of 16 MB, where the run a/run lies: room for seven steps, full in a moment."""
+    """Mount 16 MB for the run a/run: room for seven steps, full in a moment."""
     disk = tmp_path / "disk"
     disk.mkdir()
     (tmp_path / "a").mkdir()
@@ -127,7 +125,7 @@ def test_a_full_disk_ends_nothing_and_is_named(phase1, tmp_path, small_disk):
 
 
 def old_checkpoint(folder: Path) -> None:
-    """As large as one of this job."""
+    """Make a checkpoint as large as one of this job."""
     folder.mkdir(parents=True)
     (folder / "__0_0.distcp").write_bytes(bytes(2 << 20))
 
@@ -173,7 +171,7 @@ def test_a_full_disk_loses_what_was_put_aside_and_is_tried_again(phase1, tmp_pat
 
 
 def test_a_disk_that_fills_within_a_tensor_is_named(small_disk):
-    """torch's writer says "unexpected pos 704 vs 598" there."""
+    # torch's writer fails with "unexpected pos 704 vs 598" there
     state = {"tensor": torch.zeros(6 << 20)}  # 24 MB
     writer = HashingWriter(str(small_disk / "step-1"), "{}")
     with pytest.raises(CheckpointException, match=r"OSError: \[Errno 28\] No space left on device"):

@@ -1,4 +1,4 @@
-"""Every bad setting is refused at launch with one sentence: its name, its value, what is allowed or how to mend it."""
+"""Tests that each bad setting is refused at launch by name, value and what is allowed."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def toy():
 
 
 def check(toy: Any, settings: dict[str, Any]) -> None:
-    """What a start checks, for the toy job with these settings."""
+    """Run the checks of a start for the toy job with these settings."""
     job = copy.deepcopy(toy)
     for name, value in settings.items():
         section, _, key = name.rpartition(".")
@@ -123,7 +123,7 @@ def test_contradictions(toy):
 
 
 def test_the_step_after_the_schedule_is_allowed(toy):
-    """A decay branch reaches the minimum in it."""
+    # a decay branch reaches the minimum in it
     check(toy, {"lr_scheduler.total_steps": toy.training.steps - 1})
 
 

@@ -1,4 +1,4 @@
-"""Every shipped job file: it parses, and its model builds on the meta device."""
+"""Tests that every shipped job file parses and its model builds on the meta device."""
 
 from __future__ import annotations
 

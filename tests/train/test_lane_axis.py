@@ -1,4 +1,4 @@
-"""Jobs whose lanes are on several ranks: the run of ranks that have all, its restarts and phases."""
+"""Tests of lanes on several ranks: the same run as on whole ranks, restarts and phases."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def mesh(lanes: int, shards: int) -> tuple[str, ...]:
 
 
 def difference(row: dict, other: dict) -> float:
-    """Largest relative one of what a step logs of the model."""
+    """Return the largest relative difference of the model's logged figures."""
     ours, theirs = (
         _flat({name: value for name, value in each.items() if name in FIGURES})
         for each in (row, other)
@@ -47,15 +47,15 @@ def difference(row: dict, other: dict) -> float:
 
 @pytest.fixture(scope="module")
 def on_lanes(phase1, tmp_path_factory):
-    """Six steps of two lane ranks in each of two shards; each layer is computed twice."""
+    """Run six steps of two lane ranks in each of two shards."""
     run = tmp_path_factory.mktemp("lanes") / "run"
+    # each layer is computed twice
     more = ("--activation_checkpoint.mode", "full")
     train_logged(run, phase1, *mesh(2, 2), *more, ranks=4)
     return run
 
 
 def test_every_figure_is_that_of_whole_ranks(on_lanes, logged_run):
-    """Losses, norms, streams and validation, and after six steps the weights."""
     rows, others = metrics(on_lanes), metrics(logged_run)
     assert (
         [row["step"] for row in rows] == [row["step"] for row in others] == list(range(1, LAST + 1))
@@ -78,7 +78,7 @@ def test_every_figure_is_that_of_whole_ranks(on_lanes, logged_run):
 
 @pytest.mark.parametrize(("lanes", "ranks"), [(4, 4), (1, 1)])
 def test_a_run_goes_on_with_other_ranks(on_lanes, phase1, tmp_path, lanes, ranks):
-    """From the checkpoint of step 4."""
+    # from the checkpoint of step 4
     run = tmp_path / "run"
     copy_stopped_at(4, on_lanes, run)
     train_logged(run, phase1, *mesh(lanes, ranks // lanes), ranks=ranks)

@@ -1,4 +1,4 @@
-"""metrics.jsonl, TensorBoard and wandb: loss by source, z-scores, tokens by source, memory, checkpoint time."""
+"""Tests of metrics.jsonl, TensorBoard and wandb: loss and tokens by source, z-scores, memory."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_tensorboard_holds_the_scalars(logged_run):
 
 @pytest.fixture
 def new_attempt(tmp_path, monkeypatch):
-    """The metrics of a new attempt in an empty run folder."""
+    """Return the metrics of a new attempt in an empty run folder."""
     metrics = object.__new__(RunMetrics)
     metrics.path, metrics.rates, metrics.began = tmp_path / "metrics.jsonl", deque(), 0.0
     metrics.loss_z, metrics.grad_norm_z = RunningZ(Z_WINDOW), RunningZ(Z_WINDOW)

@@ -1,4 +1,4 @@
-"""The head for multi-token prediction in real jobs: trained with the model on two ranks, and after it."""
+"""Tests of the multi-token prediction head: trained with the model, and after it."""
 
 from __future__ import annotations
 

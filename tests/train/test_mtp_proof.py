@@ -1,8 +1,8 @@
-"""A head that drafts, from nothing to its acceptance: the demo's text, a tiny model, then configs/mtp.toml.
+"""Test of a drafting head to its acceptance: the demo's text, a tiny model, then configs/mtp.toml.
 
-The model is the demo's after phase 1: as many steps on as many tokens. The head learns from the same text with the
-model frozen, and is judged on what is held out of it. The model's own outputs are no proof at this size: decoded
-greedily they are loops, which any head continues.
+The model is the demo's after phase 1. The head learns from the same text with the model frozen, and
+is judged on held-out text: the model's own greedy outputs are loops at this size, which any head
+continues.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def command(*words: object) -> None:
 
 
 def job(run: Path, config: str, lock: Path, steps: int, overrides: str = "") -> Path:
-    """The last checkpoint of one rank's run of configs/`config`.toml."""
+    """Return the last checkpoint of one rank's run of configs/`config`.toml."""
     words = f"""--job.config_file configs/{config}.toml --job.dump_folder {run} --mixture.lock {lock}
         --training.steps {steps} --validation.freq {steps} --checkpoint.interval {steps}
         --metrics.no-enable_wandb {overrides}""".split()

@@ -1,4 +1,4 @@
-"""Norm scales do not decay, and a loaded checkpoint's settings give way to the job's."""
+"""Tests that norm scales do not decay, and that the job's settings replace a checkpoint's."""
 
 from __future__ import annotations
 

@@ -1,10 +1,9 @@
-"""configs/phase1.toml, phase2.toml and phase3.toml as shipped, on CPU ranks: only shapes, lengths and places differ
-from the 2B run.
+"""Tests of the shipped configs/phase1.toml, phase2.toml and phase3.toml on CPU ranks.
 
-The 2B flavor's 15 layers, 8 lanes, windows and delay, compiled layers and loss, bfloat16 compute, selective
-checkpointing, validation and asynchronous checkpoints all meet here and nowhere else. The short form is two
-ranks of phase 1, really started; the later phases go on from it. The long form is what a cluster runs: two
-replicas of two shards under the supervisor, and a rank that dies.
+Only shapes, lengths and places differ from the 2B run: its 15 layers, 8 lanes, windows and delay,
+compiled layers and loss, bfloat16 compute, selective checkpointing, validation and asynchronous
+checkpoints meet only here. The short form is two ranks of phase 1, really started, and the later
+phases. The long form is two replicas of two shards under the supervisor, and a rank that dies.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`show` of a run folder: what its trainer has read, with skips, phases and refused batches."""
+"""Tests of `show` of a run folder: what was read, with skips, phases, refused batches."""
 
 from __future__ import annotations
 

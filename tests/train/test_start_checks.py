@@ -1,4 +1,4 @@
-"""A job that its ranks would refuse is refused before it is queued, in the words of the ranks."""
+"""Tests that a job is refused before it is queued, with its ranks' message."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""A stop request: exit status 85 only if the checkpoint of its step is on disk; and what ranks
-mark on their way.
-"""
+"""Tests of stop requests: exit status 85 only with the step's checkpoint; marks of ranks."""
 
 from __future__ import annotations
 
@@ -66,7 +64,8 @@ def test_a_writer_that_is_killed_costs_one_checkpoint(prepared_data, tmp_path):
 def run_with_writers(
     data: Path, folder: Path, fault: dict[str, Any], fails: bool
 ) -> subprocess.CompletedProcess[str]:
-    """8 steps on two ranks, saved every 2 steps by a process of each rank; the last by the ranks."""
+    """Run 8 steps on two ranks."""
+    # a process of each rank saves every 2 steps, the ranks themselves the last
     more, module = (
         ("--checkpoint.async_mode", "async_with_pinned_mem"),
         "tests.train.production_facts",

@@ -1,6 +1,4 @@
-"""From a recipe with a tokenizer.json to a model that others load: the same ids in
-training, engine and elsewhere.
-"""
+"""Test from a recipe with tokenizer.json to a model: the same ids everywhere."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Real jobs: the run folder, the losses of the plain model, sharding and checkpointing that change no number."""
+"""Tests of real jobs: run folder, plain model's losses, exact sharding and checkpointing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Validation: the checkpoint's loss on every held-out window once, on any number of ranks."""
+"""Tests of validation: the loss on every held-out window once, on any number of ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the baselines of `tools.bench decode` share, and Transformers as one of them."""
+"""Shared parts of the baselines of `tools.bench decode`, and Transformers as one of them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CHOICE_TRIALS, CHOICE_TOKENS = 2, 12  # of each way to run, the first time that 
 
 
 class Baseline(ABC):
-    """Another engine. Each workload takes the way to run it that was fastest in trials of that workload."""
+    """Another engine; each workload runs in the way that was fastest in its trials."""
 
     version: str
     about: str
@@ -36,10 +36,10 @@ class Baseline(ABC):
 
     @abstractmethod
     def count_cached_bytes(self, positions: int) -> int:
-        """Bytes of keys and values that a token reads."""
+        """Count bytes of keys and values that a token reads."""
 
     def decode(self, prompt: list[int], new_tokens: int) -> tuple[float, float]:
-        """Tokens/s after the prompt, and the bytes that a token reads."""
+        """Return tokens/s after the prompt, and the bytes that a token reads."""
 
         def run(way: str, tokens: int) -> float:
             cached = len(prompt) - 1 if self.prompts.get(way) == prompt else 0
@@ -64,10 +64,8 @@ class Baseline(ABC):
         return self.fastest(f"prompt {len(prompt)}", run, 0), 0
 
     def fastest(self, workload: str, run: Callable[[str, int], float], tokens: int) -> float:
-        """Tokens/s of run(way, tokens) in the way that is fastest at this workload.
-
-        The first time alternating trials choose it; the best of each counts.
-        """
+        """Return tokens/s of run(way, tokens) in the way that is fastest at this workload."""
+        # the first time alternating trials choose it; the best of each counts
         if workload not in self.chosen:
             speeds = dict.fromkeys(self.ways, 0.0)
             for way in self.ways * CHOICE_TRIALS:
@@ -76,13 +74,13 @@ class Baseline(ABC):
         return run(self.chosen[workload], tokens)
 
     def facts(self) -> Result:
-        """What runs, and which way each workload took."""
+        """Return what runs, and which way each workload took."""
         chosen = [f"{workload}: {way}" for workload, way in self.chosen.items()]
         return {"version": self.version, "about": "; ".join([self.about, *chosen])}
 
 
 class TransformersLlama(Baseline):
-    """LlamaForCausalLM with SDPA attention: a plain loop over forward, with a cache that grows."""
+    """LlamaForCausalLM with SDPA attention: a plain loop over forward with a growing cache."""
 
     ways = ("growing cache",)
 

@@ -48,7 +48,7 @@ Figures = Iterator[tuple[str, Any]]
 
 @dataclass(frozen=True)
 class Part:
-    """`title`'s figures come from `function` (FLAVOR -> name and value of each), which has `limit_s` seconds."""
+    """Figures of `title` from `function` (FLAVOR -> name and value of each), within `limit_s`."""
 
     title: str
     function: str
@@ -60,7 +60,7 @@ class Part:
 
 
 def compile_kernels(flavor: str) -> Figures:
-    """The kernels of all parts, by as many processes as there are cores; they are kept on the disk."""
+    """Compile the kernels of all parts to disk, by one process per core."""
     import torch
 
     from laneformer.engine.cuda.compile import compile_cubin
@@ -86,14 +86,14 @@ def compile_kernels(flavor: str) -> Figures:
 
 
 def verdict(flavor: str) -> Figures:
-    """The persistent kernel and the graph of kernels against Transformers in float32 on the same GPU."""
+    """Compare the persistent kernel and the graph of kernels with Transformers in float32."""
     from tools.check.cuda import check_flavor
 
     return check_flavor(flavor)
 
 
 def decode(flavor: str) -> Figures:
-    """What `laneformer bench --device cuda` says, at three depths."""
+    """Return what `laneformer bench --device cuda` measures at three depths."""
     from laneformer import Engine
     from laneformer.engine.bench import benchmark
     from laneformer.engine.cuda.bench import MIN_TOKENS
@@ -118,7 +118,7 @@ COLUMNS = (
 
 
 def transformers(flavor: str) -> Figures:
-    """Its generate() as it comes, and compiled with a static cache, which replays CUDA graphs."""
+    """Measure generate() as it comes, and compiled with a static cache (CUDA graphs)."""
     import torch
     from transformers import CompileConfig
 
@@ -149,7 +149,7 @@ def transformers(flavor: str) -> Figures:
 
 
 def speed(flavor: str, tokens_per_s: float) -> Result:
-    """With the percent of the datasheet that its reads of the weights are."""
+    """Return the speed, and its weight reads in percent of the datasheet's bandwidth."""
     import torch
 
     from laneformer.engine.cuda.bench import datasheet
@@ -185,7 +185,7 @@ def server(flavor: str, device: str = DEVICE) -> Figures:
 
 
 def wait_until_it_answers(process: subprocess.Popen, address: str, log: Any) -> None:
-    """RuntimeError with its last lines where it does not come up."""
+    """Wait for the server; RuntimeError with its last lines where it does not come up."""
     end = time.monotonic() + START_S
     while True:
         with contextlib.suppress(OSError), urlopen(f"{address}/models", timeout=START_S):
@@ -197,7 +197,7 @@ def wait_until_it_answers(process: subprocess.Popen, address: str, log: Any) -> 
 
 
 def stream_answer(address: str) -> float:
-    """Tokens/s of one greedy answer of TOKENS tokens after its first text."""
+    """Return tokens/s of a greedy answer of TOKENS tokens, after its first text."""
     length = {"max_tokens": TOKENS, "ignore_eos": True}
     body = {"model": "model", "prompt": [5], "temperature": 0, "stream": True, **length}
     headers = {"Content-Type": "application/json"}
@@ -216,7 +216,7 @@ def stream_answer(address: str) -> float:
 
 
 def serve(flavor: str, port: int, device: str) -> None:
-    """`laneformer serve` with random weights in the place of a folder, and a word for each id."""
+    """Run `laneformer serve` with random weights and a word for each id."""
     from tokenizers import Tokenizer, decoders, models
 
     from laneformer import Engine
@@ -248,7 +248,7 @@ def parts_of(flavor: str) -> list[Part]:
 
 
 def run_part(part: Part, figures: Result, save: Any) -> None:
-    """Adds each figure of a part to `figures` as it comes, and how the part ended where it did not end well."""
+    """Add each figure of a part to `figures` as it comes, and how it ended if not well."""
     command = [sys.executable, "-m", "tools.bench.cuda", part.function, part.flavor]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
     # a crash or a hang costs what this part had left, and no other part
@@ -274,7 +274,7 @@ def run_part(part: Part, figures: Result, save: Any) -> None:
 
 
 def markdown(report: Result) -> str:
-    """The page; `report["parts"]`: figures by title, of those parts that have begun."""
+    """Return the page; `report["parts"]`: figures by title, of the parts that have begun."""
     head = f"## {report['date']}: {report['gpu']}"
     lines = [START, head, f"    {report['command']}", f"Commit {report['commit']}."]
     for title, figures in report["parts"].items():

@@ -1,10 +1,10 @@
-"""Decode and prefill on the CPU, alternating with llama.cpp and Transformers, with read probes in between.
+"""Decode and prefill speed on the CPU, alternating with llama.cpp and Transformers.
 
     python -m tools.bench decode --against llamacpp,transformers --out docs/benchmarks/cpu-decode.md
-    python -m tools.bench decode --model MODEL.gguf --dtype int4 --depth 0 2000 4000 --prefill 128 512 4000
+    python -m tools.bench decode --model MODEL.gguf --dtype int4 --depth 0 2000 --prefill 128 4000
 
-The read bandwidth of a shared machine changes within seconds, so a speed is never reported alone: FILE_START
-says how trials, probes and ratios are taken.
+A shared machine's read bandwidth changes within seconds, so read probes run in between; FILE_START
+describes trials, probes and ratios.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class Options(harness.Options):
         return max(*self.prefill, 0, *(depth + 1 + self.new_tokens for depth in self.depth))
 
     def names(self) -> list[str]:
-        """Our engine and the baselines; ValueError for an option that cannot be measured."""
+        """Return our engine and the baselines; ValueError for an option that cannot be measured."""
         if not self.workloads():
             raise ValueError("nothing to measure: give at least one depth or prefill")
         if self.model is None and self.dtype == "gguf":
@@ -121,7 +121,7 @@ def candidate(name: str, options: Options) -> Candidate:
 
 
 def measure(options: Options, console: Any) -> Result:
-    """Every figure of the report. RuntimeError if our own engine does not start."""
+    """Return every figure of the report; RuntimeError if our own engine does not start."""
     candidates = {name: candidate(name, options) for name in options.names()}
     facts: dict[str, Result] = {}
     try:
@@ -158,7 +158,7 @@ def measure(options: Options, console: Any) -> Result:
 def measure_workload(
     load: Workload, options: Options, candidates: Result, vocab_size: int, console: Any
 ) -> Result:
-    """Its rounds, a row for every candidate, and our speed over each other candidate's within a round."""
+    """Return a workload's rounds, a row for each candidate, and our speed over each other's."""
     rng = np.random.default_rng(load.size)
 
     def draw_prompt() -> list[int]:
@@ -195,7 +195,7 @@ def measure_workload(
 
 
 def row_of(name: str, load: Workload, rounds: list[Result]) -> Result:
-    """One candidate at one workload; decoding also in percent of the probe, a prompt in seconds."""
+    """Return a candidate's row; decoding also in percent of the probe, a prompt in seconds."""
     speed, percent = (
         spread([each[figure][name] for each in rounds])
         for figure in ("tokens_per_s", "percent_of_probe")
@@ -212,7 +212,7 @@ def row_of(name: str, load: Workload, rounds: list[Result]) -> Result:
 
 
 def ratio(rounds: list[Result], ours: str, other: str) -> Result:
-    """Our speed over the other's within each round."""
+    """Return our speed over the other's within each round."""
     ratios = [each["tokens_per_s"][ours] / each["tokens_per_s"][other] for each in rounds]
     return {
         "ours": ours,

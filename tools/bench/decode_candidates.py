@@ -1,8 +1,7 @@
-"""The candidates of `tools.bench decode`: our engine, llama.cpp and Transformers, each in a
-process of its own.
+"""The candidates of `tools.bench decode`: our engine, llama.cpp and Transformers, as processes.
 
-All hold the same weights, or random ones of the same shape, so a token costs each the
-same bytes; none tokenizes.
+All hold the same weights, or random ones of the same shape, so a token costs each the same bytes;
+none tokenizes.
 """
 
 from __future__ import annotations
@@ -30,9 +29,7 @@ INSTALL = {
 
 
 def names_of(baseline: str, dtype: Dtype) -> list[str]:
-    """A candidate for each way in which the baseline stores weights of about this size; none where
-    it has no way.
-    """
+    """Return a candidate for each way in which the baseline stores weights of this size."""
     if dtype not in QUANTISED:
         return [baseline]
     return [f"{baseline} {kind}" for kind in QUANTISED[dtype]] if baseline == "llamacpp" else []
@@ -41,9 +38,12 @@ def names_of(baseline: str, dtype: Dtype) -> list[str]:
 def load_candidate(
     name: str, source: LaneformerConfig | Path, dtype: str, threads: int, context: int | None
 ) -> Any:
-    """Our engine or a baseline; one that is not installed says only that. context: None for the model's.
+    """Load our engine or a baseline; one that is not installed says only that.
 
-    name: "laneformer OPTION=VALUE,...", "llamacpp KIND" or "transformers". source: a shape, or a GGUF file.
+    Args:
+        name: "laneformer OPTION=VALUE,...", "llamacpp KIND" or "transformers".
+        source: a shape, or a GGUF file.
+        context: None for the model's.
     """
     engine, _, variant = name.partition(" ")
     try:

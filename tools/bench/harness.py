@@ -1,5 +1,4 @@
-"""What all benchmarks share: candidate processes, alternating trials, spread, machine facts,
-and the Markdown file.
+"""Parts that all benchmarks share: candidates, alternating trials, machine facts, Markdown.
 
 A candidate is a process of its own that sleeps while others are measured.
 """
@@ -36,9 +35,9 @@ Result = dict[str, Any]
 
 
 class Candidate:
-    """What `make` returns, in a process of its own that sleeps between commands.
+    """The object that `make` returns, in a process of its own that sleeps between commands.
 
-    It is started when first asked, and again after it has ended. settle_s: pause before each command.
+    It starts at the first `ask`, and again after it has ended. settle_s: pause before each command.
     """
 
     def __init__(self, name: str, make: Callable[[], Any], settle_s: float = 0.0):
@@ -46,7 +45,7 @@ class Candidate:
         self.process: Any = None
 
     def ask(self, do: str, timeout_s: float = TIMEOUT_S, **arguments: Any) -> Any:
-        """What the method `do` returns; RuntimeError if it fails, or if the process dies or exceeds the timeout."""
+        """Return what method `do` returns; RuntimeError if it fails, dies or times out."""
         time.sleep(self.settle_s)
         if self.process is None:
             context = multiprocessing.get_context("spawn")
@@ -71,7 +70,7 @@ class Candidate:
         return reply
 
     def close(self) -> int | None:
-        """Kill the process, if there is one that has not ended; its exit status."""
+        """Kill the process, if it runs; return its exit status."""
         if self.process is None:
             return None
         self.connection.close()
@@ -83,7 +82,8 @@ class Candidate:
 
 
 def serve(connection: Connection, make: Callable[[], Any]) -> None:
-    """Answer commands until the other end is closed. What libraries print goes to stderr."""
+    """Answer commands until the other end is closed."""
+    # what libraries print goes to stderr
     os.dup2(2, 1)
     candidate: Any = None
     with contextlib.suppress(EOFError):
@@ -102,7 +102,7 @@ T = TypeVar("T")
 
 
 def alternate(candidates: Iterable[T], rounds: int) -> Iterator[list[T]]:
-    """The order of each round: every second one is reversed."""
+    """Return each round's order, every second one reversed."""
     # a shared machine changes within seconds: figures are comparable where trials alternate
     forward = list(candidates)
     return (forward[:: -1 if index % 2 else 1] for index in range(rounds))
@@ -115,7 +115,7 @@ def spread(values: Sequence[float]) -> dict[str, float]:
 
 
 def machine_facts() -> dict[str, str]:
-    """What lscpu says of the CPU, and the memory; the least where the system has no lscpu."""
+    """Return lscpu's facts of the CPU, and the memory; fewer where there is no lscpu."""
     text = ""
     with contextlib.suppress(OSError):
         env = {**os.environ, "LC_ALL": "C"}
@@ -160,7 +160,7 @@ class Options:
 
 
 def stamp(name: str, arguments: Sequence[str]) -> Result:
-    """What a page says of a run: when it began, its command, and the code."""
+    """Return a run's facts for the page: its begin, command and code."""
     return {
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "command": f"python -m tools.bench {shlex.join([name, *arguments])}",
@@ -169,11 +169,12 @@ def stamp(name: str, arguments: Sequence[str]) -> Result:
 
 
 def run(name: str, benchmark: Any, arguments: Sequence[str]) -> None:
-    """The command `python -m tools.bench NAME`: measure, report, and end with one JSON line of every figure.
+    """Run `python -m tools.bench NAME`: measure, report, end with one JSON line.
 
-    `benchmark`: a module with `Options`, a subclass of the class above whose docstring is the help text;
-    `measure(options, console)`, which raises ValueError for options that cannot be measured;
-    `section(options, result)`, which gives title and body; and `FILE_START`, which opens a new file.
+    Args:
+        benchmark: a module with `Options` (a subclass of the class above whose docstring is the
+            help text), `measure(options, console)` (ValueError for what cannot be measured),
+            `section(options, result)` (title and body) and `FILE_START`, which opens a new file.
     """
     # here: the CUDA benchmark, which runs on other machines, needs none of them
     import tyro

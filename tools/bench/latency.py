@@ -1,11 +1,10 @@
-"""Tokens/s against the latency of the link between lanes: what a delay hides, beside the
-model that predicts it.
+"""Tokens/s against the latency of the link between lanes, beside the model that predicts it.
 
     python -m tools.bench latency --out docs/benchmarks/latency.md
 
-The latency is injected, as by `laneformer bench --link-us`: a thread sees what a thread of another lane gives it only
-so long after it was given (csrc/exchange.h). The prediction is that of tools/roofline.py, with the time of a layer
-measured here.
+The latency is injected, as by `laneformer bench --link-us`: a thread sees the data of another
+lane's thread only so long after it was sent (csrc/exchange.h). The prediction is that of
+tools/roofline.py, with the time of a layer measured here.
 """
 
 from __future__ import annotations
@@ -80,7 +79,7 @@ def measure(options: Options, console: Any) -> Result:
 
 
 def measure_shape(shape: str, options: Options, console: Any) -> Result:
-    """The time of its modules, and for each variant tokens/s and predictions by latency."""
+    """Return its modules' times, and for each variant tokens/s and predictions by latency."""
     links_us = [0.0, *options.link_us]
     configs = {name: config_of(shape, name) for name in VARIANTS}
     whole = configs["delay 2"]

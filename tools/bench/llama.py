@@ -61,14 +61,15 @@ class LlamaArgs(TransformerModelArgs):
         super().update_from_config(job_config, **kwargs)
 
     def get_nparams_and_flops(self, model: nn.Module, seq_len: int) -> tuple[int, int]:
-        """FLOPs by the Laneformer's convention: causal keys only, every layer full."""
+        """Count FLOPs by the Laneformer's convention: causal keys only, every layer full."""
         dense = dataclasses.replace(self.config, swa_layers=())
         return sum(p.numel() for p in model.parameters()), flops_per_token(dense, seq_len)
 
 
 class TokenLoader:
-    """Our batches without their sources: TorchTitan's trainer passes every input to the model."""
+    """Our batches without their sources."""
 
+    # TorchTitan's trainer passes every input to the model
     def __init__(self, **arguments: Any):
         self.loader = build_mixture_loader(**arguments)
 
@@ -77,7 +78,7 @@ class TokenLoader:
 
 
 def parallelize(model: nn.Module, parallel_dims: ParallelDims, job_config: JobConfig) -> nn.Module:
-    """TorchTitan's, and FSDP on a mesh of one where there is one device."""
+    """Apply TorchTitan's, and FSDP on a mesh of one where there is one device."""
     model = parallelize_llama(model, parallel_dims, job_config)
     if not parallel_dims.fsdp_enabled:  # for the mixed precision that the Laneformer has
         training = job_config.training

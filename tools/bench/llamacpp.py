@@ -1,6 +1,4 @@
-"""llama.cpp through its C interface, and the GGUF files that it reads: random weights, and other
-types of a model's.
-"""
+"""llama.cpp through its C interface, and GGUF files for it: random weights, converted types."""
 
 from __future__ import annotations
 
@@ -27,7 +25,7 @@ MAX_CONTEXT = 8192  # its keys and values are allocated at once
 
 @functools.cache
 def library() -> Any:
-    """The module `llama_cpp`, silent. ImportError where it is not installed."""
+    """Return the module `llama_cpp`, silent; ImportError where it is not installed."""
     sys.path.append(str(FOLDER))
     import llama_cpp
 
@@ -41,7 +39,7 @@ def library() -> Any:
 class LlamaCpp(Baseline):
     """One llama_decode per token, the largest logit found by NumPy.
 
-    Its ways: a mapped file has small pages, memory of its own may get huge ones; flash attention on or off.
+    Ways: a mapped file (small pages) or own memory (maybe huge ones); flash attention on or off.
     """
 
     ways = tuple(
@@ -107,9 +105,7 @@ class LlamaCpp(Baseline):
 
 
 def sizes_of(path: Path) -> tuple[int, int, int, int]:
-    """Vocabulary, elements of keys and values a position (all layers), bytes of weights a
-    token reads, and context.
-    """
+    """Return vocabulary, K and V elements a position, weight bytes a token reads, context."""
     import gguf
 
     reader = gguf.GGUFReader(path)
@@ -130,10 +126,9 @@ def sizes_of(path: Path) -> tuple[int, int, int, int]:
 
 
 def as_gguf(path: Path, kind: str, folder: Path = CACHE_FOLDER) -> Path:
-    """The model in this type of weights: the file itself, always with "gguf", or a copy that llama.cpp converts
-    once and keeps.
+    """Return the model as GGUF in this type of weights; "gguf" is the file itself.
 
-    Others than 16-bit files go through bf16, so that every type is made of the same weights.
+    llama.cpp converts a copy once. Types beyond 16 bits go through bf16: all have the same weights.
     """
     if kind == "gguf":
         return path
@@ -167,7 +162,7 @@ def as_gguf(path: Path, kind: str, folder: Path = CACHE_FOLDER) -> Path:
 
 
 def write_once(path: Path, write: Callable[[Path], None]) -> Path:
-    """The file, written under another name first; nothing to do where it exists."""
+    """Return the file; if missing, write it under another name first."""
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         print(f"writing {path}", file=sys.stderr)
@@ -178,7 +173,7 @@ def write_once(path: Path, write: Callable[[Path], None]) -> Path:
 
 
 def gguf_shapes(config: LaneformerConfig) -> dict[str, tuple[int, ...]]:
-    """Tensors of a Llama with the same matrices as this Laneformer, under the names that llama.cpp reads."""
+    """Return tensor shapes of a Llama with this Laneformer's matrices, by llama.cpp's names."""
     d, f, v = config.hidden_size, config.intermediate_size, config.vocab_size
     kv = config.num_key_value_heads * config.head_dim
     layer = {
@@ -203,9 +198,7 @@ def gguf_shapes(config: LaneformerConfig) -> dict[str, tuple[int, ...]]:
 
 
 def random_gguf(config: LaneformerConfig, folder: Path = CACHE_FOLDER) -> Path:
-    """A GGUF file, written once and kept: random matrices in bf16, norms of one, a
-    vocabulary of dummy pieces.
-    """
+    """Return a cached GGUF file: random bf16 matrices, norms of one, dummy pieces."""
     c = config
     layout = f"{c.num_hidden_layers}x{c.hidden_size}x{c.intermediate_size}-{c.num_attention_heads}"
     name = f"llama-{layout}-{c.num_key_value_heads}-{c.vocab_size}-bf16.gguf"
@@ -249,7 +242,7 @@ def write_file(writer: Any) -> None:
 
 
 def add_dummy_vocabulary(writer: Any, vocab_size: int) -> None:
-    """The least that llama.cpp loads as a SentencePiece vocabulary: control ids, 256 bytes, then pieces."""
+    """Add the least SentencePiece vocabulary that llama.cpp loads: control ids, bytes, pieces."""
     from gguf import TokenType
 
     kinds = {"<unk>": TokenType.UNKNOWN, "<s>": TokenType.CONTROL, "</s>": TokenType.CONTROL}

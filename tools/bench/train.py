@@ -1,11 +1,10 @@
-"""Training speed of the real trainer and of TorchTitan's own Llama of the same parameter
-count, in alternating runs.
+"""Training speed of the real trainer against TorchTitan's own Llama of the same parameter count.
 
-    python -m tools.bench train --flavor 2b --out docs/benchmarks/train-h200.md               one GPU
-    python -m tools.bench train --flavor tiny --seq-len 128 --local-batch 2 --steps 6 --warmup 2     a laptop's CPU
+    python -m tools.bench train --flavor 2b --out docs/benchmarks/train-h200.md       one GPU
+    python -m tools.bench train --flavor tiny --seq-len 128 --local-batch 2           a laptop's CPU
 
-Each trial is a job of its own on synthetic tokens, without checkpoints. Speeds are medians over the timed steps of all
-trials; the ratio is taken within a round, whose order alternates.
+Each trial is a job on synthetic tokens, without checkpoints. Speeds are medians over the timed
+steps of all trials; the ratio is taken within a round, whose order alternates.
 """
 
 from __future__ import annotations
@@ -78,7 +77,7 @@ class Options(harness.Options):
 
 
 def measure(options: Options, console: Any) -> Result:
-    """All trials; every figure of the report."""
+    """Run all trials; return every figure of the report."""
     config = LaneformerConfig.from_flavor(options.flavor)
     if options.seq_len > config.max_position_embeddings:
         raise ValueError(
@@ -88,7 +87,8 @@ def measure(options: Options, console: Any) -> Result:
     batch = options.local_batch or choose_local_batch(options, device)
     logs: dict[str, list[str]] = {name: [] for name in PROGRAMS}
     with tempfile.TemporaryDirectory() as folder:
-        # few tokens, read repeatedly: generating them is slow, and their number does not change the speed
+        # few tokens, read repeatedly: generating them is slow, and their number does not change the
+        # speed
         windows = min((options.steps + options.warmup) * batch * options.gpus, 64)
         lock = write_synthetic_lock(
             Path(folder) / "data", windows, options.seq_len, config.vocab_size
@@ -113,7 +113,7 @@ def measure(options: Options, console: Any) -> Result:
 
 
 def choose_local_batch(options: Options, device: str) -> int:
-    """What the memory plan allows; one sequence on a device that the plan does not know."""
+    """Return the batch that the memory plan allows; 1 on an unknown device."""
     gpu = card_of_device(device)
     if gpu is None:
         return 1
@@ -134,7 +134,7 @@ def choose_local_batch(options: Options, device: str) -> int:
 
 
 def run_job(name: str, options: Options, batch: int, lock: Path, run: Path) -> str:
-    """The output of one trial; RuntimeError with the end of its output if it fails."""
+    """Return the output of one trial; RuntimeError with its end if it fails."""
     settings = {
         "job.dump_folder": run,
         "mixture.lock": lock,
@@ -165,17 +165,18 @@ def run_job(name: str, options: Options, batch: int, lock: Path, run: Path) -> s
 
 
 def find(pattern: str, log: str) -> list[float]:
-    """The numbers in TorchTitan's lines, which both trainers write; colours differ by version, the numbers do not."""
+    """Return the numbers in TorchTitan's log lines that match."""
+    # colours differ by version, the numbers do not
     return [float(number.replace(",", "")) for number in re.findall(pattern, log)]
 
 
 def find_steps(pattern: str, log: str, options: Options) -> list[float]:
-    """Of the timed steps."""
+    """Return the numbers of the timed steps."""
     return find(pattern, log)[options.warmup :]
 
 
 def summarize(logs: list[str], options: Options) -> Result:
-    """Over the steps of all trials; None where nothing was measured."""
+    """Summarize the steps of all trials; None where nothing was measured."""
     speeds, mfus = (
         [step for log in logs for step in find_steps(pattern, log, options)]
         for pattern in (SPEED, MFU)

@@ -1,9 +1,9 @@
-"""Is the CUDA engine right? Its logits, tokens and bits against Transformers on the same GPU.
-
-Transformers in float32 is the reference, and Transformers in bf16 the yardstick. Greedy tokens may differ from the
-reference only where its lead is below the error of both sides. The same gate must refuse planted faults.
+"""Check the CUDA engine's logits, tokens and bits against Transformers on the same GPU.
 
     python -m tools.check cuda 300m
+
+Transformers in float32 is the reference, in bf16 the yardstick. Greedy tokens may differ only where
+the reference's lead is below the error of both sides. The gate must refuse planted faults.
 
     S positions   V vocabulary
 """
@@ -74,11 +74,8 @@ def reference(
     positions: Sequence[int] | slice = slice(None),
     prompts: Sequence[list[int]] = (),
 ) -> Reference:
-    """Both models on one random text: their logits at `positions`; and greedy continuations of `prompts`.
-
-    One model is there at a time, and none on return: a GPU of 24 GB has no room for one of `2b` beside the
-    engine.
-    """
+    """Return both models' logits at `positions` of a random text; continue `prompts`."""
+    # one model at a time, none on return: a 24 GB GPU has no room for one of `2b` beside the engine
     ids = np.random.default_rng(0).integers(0, config.vocab_size, length).tolist()
     model = hf_model(config, weights, torch.float32)
     single = hf_logits(model, ids)[positions]
@@ -96,7 +93,7 @@ def greedy_prompts(config: LaneformerConfig, count: int) -> list[list[int]]:
 def read(
     decoder: PassDecoder, ids: list[int], start: int, logits: torch.Tensor | None = None
 ) -> int:
-    """Passes over ids[start:], of as many as it has columns: the token that the last would be followed by."""
+    """Read ids[start:] in passes of as many columns as there are; return the next token."""
     columns = [Column(token, i, 0, sampling=Sampling(top_p=1.0)) for i, token in enumerate(ids)]
     for at in range(start, len(ids), decoder.columns):
         end = at + decoder.columns
@@ -107,7 +104,7 @@ def read(
 def greedy(
     decoder: PassDecoder, prompt: list[int], new_tokens: int = NEW_TOKENS, most: int = 16
 ) -> list[int]:
-    """Launches make up to `most` passes, of several lengths; the first token comes with the prompt's end."""
+    """Return greedy tokens, with launches of up to `most` passes."""
     start = 0
     if len(prompt) > decoder.unread:
         start = len(prompt) - 1
@@ -115,13 +112,14 @@ def greedy(
     tokens = [read(decoder, prompt, start)]
     while len(tokens) < new_tokens:
         last = Column(tokens[-1], len(prompt) + len(tokens) - 1, 0, sampling=Sampling(top_p=1.0))
+        # several lengths of a launch; the first token came with the prompt's end
         more = min(len(tokens) % most, decoder.ahead, new_tokens - len(tokens) - 1)
         tokens += [row[0] for row in decoder.run([last], more)]
     return tokens
 
 
 def score(decoder: PassDecoder, ids: list[int]) -> np.ndarray:
-    """Logits after every token, each read by the decode kernels, (S, V)."""
+    """Return logits after every token, each read by the decode kernels, (S, V)."""
     logits = torch.full(
         (len(ids), decoder.config.vocab_size), float("nan"), device=decoder.devices[0]
     )
@@ -130,8 +128,9 @@ def score(decoder: PassDecoder, ids: list[int]) -> np.ndarray:
 
 
 def compare(logits: np.ndarray, truth: Reference) -> Report:
-    """Distances from float32, and whether they are within those of bf16; NaN never is."""
-    # the kernels round weights, keys and values alone: closer than a model that rounds activations too
+    """Return distances from float32, and whether they are within those of bf16; NaN never is."""
+    # the kernels round weights, keys and values alone: closer than a model that rounds activations
+    # too
     expected = truth.logits[: len(logits)]
     error, kl = float(relative_errors(logits, expected).max()), mean_kl(expected, logits)
     return {
@@ -143,13 +142,13 @@ def compare(logits: np.ndarray, truth: Reference) -> Report:
 
 
 def check_greedy(decoder: PassDecoder, truth: Reference, worst: float, count: int) -> Report:
-    """Our tokens against float32's. `worst`: largest error of our logits; a lead below both errors is a tie.
+    """Compare our tokens with float32's; a lead below both errors is a tie.
 
-    The tolerance never exceeds bf16's own error, which is that of PyTorch in 16 bits, which
-    reads the longer prompts.
+    worst: largest error of our logits.
     """
 
     def tie_of(prompt: list[int]) -> float:
+        # at most bf16's own error, that of PyTorch in 16 bits, which reads the longer prompts
         return 2 * (min(worst, truth.worst) if len(prompt) <= decoder.unread else truth.worst)
 
     prompts = greedy_prompts(decoder.config, count)
@@ -162,13 +161,13 @@ def check_greedy(decoder: PassDecoder, truth: Reference, worst: float, count: in
 
 
 def count_differing_runs(decoder: PassDecoder, ids: list[int], runs: int) -> int:
-    """How many of `runs` differ from the first in a bit of the logits."""
+    """Return how many of `runs` differ from the first in a bit of the logits."""
     first = score(decoder, ids).tobytes()
     return sum(score(decoder, ids).tobytes() != first for _ in range(runs - 1))
 
 
 def check_faults(config: LaneformerConfig, weights: Weights, make: MakeDecoder) -> bool:
-    """Whether the gate, on a short text, lets the sound engine pass and refuses each planted fault."""
+    """Return whether the gate passes the sound engine and refuses each planted fault."""
     truth = reference(config, weights, SHORT_LENGTH)
 
     def holds(config: LaneformerConfig, weights: Weights) -> bool:
@@ -181,8 +180,9 @@ def check_faults(config: LaneformerConfig, weights: Weights, make: MakeDecoder) 
 def check(
     makers: Mapping[str, Callable[[], PassDecoder]], truth: Reference, count: int, runs: int
 ) -> Figures:
-    """All figures of "passes" and "graph" but the planted faults'; a failure of one does not stop the other."""
+    """Yield all figures of "passes" and "graph" but planted faults."""
     results: list[tuple[int, list[list[int]], np.ndarray]] = []
+    # a failure of one does not stop the other
     for version, make in makers.items():
         try:
             decoder = make()
@@ -219,7 +219,10 @@ def make_decoder(config: LaneformerConfig, tensors: Any, version: str = "passes"
 
 
 def check_flavor(flavor: str) -> Figures:
-    """Names and values of all figures: False where a check fails; the planted faults last, since they take longest."""
+    """Yield names and values of all figures, False where a check fails.
+
+    The planted faults come last, since they take longest.
+    """
     config = LaneformerConfig.from_flavor(flavor)
     weights = random_weights(config, device=DEVICE)
     length = length_beyond_windows(config, BEYOND_WINDOW)

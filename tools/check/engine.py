@@ -1,11 +1,10 @@
-"""Is the decode engine right? Modules, logits, greedy tokens and bits against PyTorch;
-planted faults must fail.
+"""Check the decode engine's modules, logits, greedy tokens and bits against PyTorch.
 
     python -m tools.check engine runs/demo/hf        python -m tools.check engine tiny
 
-The reference is model.py in float64; the engine may err by four times what Transformers' float32 errs on the same
-weights. The same gate must refuse an engine with one fault in it, and the modules' own outputs must name the module
-where it sits. A flavor gets random weights of unit gain, so that every module matters.
+The reference is model.py in float64; the engine may err by four times Transformers' float32 error
+on the same weights. The gate must refuse an engine with one planted fault, and module outputs must
+locate it. A flavor gets random weights of unit gain, so that every module matters.
 
     S positions   V vocabulary
 """
@@ -75,7 +74,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 class Truth(NamedTuple):
-    """Float64 logits (S, V) after `ids`, and the modules' outputs (P, N, 2, L, D) at `positions`."""
+    """Float64 logits (S, V) after `ids`, and module outputs (P, N, 2, L, D) at `positions`."""
 
     ids: list[int]
     positions: list[int]
@@ -83,7 +82,7 @@ class Truth(NamedTuple):
     outputs: np.ndarray
 
     def distance(self, logits: np.ndarray) -> float:
-        """The largest error of a logit, of the first positions."""
+        """Return the largest error of a logit over the first positions."""
         return float(np.abs(logits - self.logits[: len(logits)]).max())
 
 
@@ -97,9 +96,7 @@ def compute_truth(config: LaneformerConfig, weights: Weights) -> Truth:
 def check(
     config: LaneformerConfig, weights: Weights, options: Options, console: Console
 ) -> dict[str, Any]:
-    """Every check on one model; returns the report that main prints, with `ok` and the names of what `failed`, and
-    `tables` of rows by title.
-    """
+    """Run every check on one model; return the report with `ok`, `failed` and `tables`."""
     console.print("float64 reference, Transformers in bf16 and float32", style="dim")
     truth = compute_truth(config, weights)
     ids, positions = truth.ids, truth.positions
@@ -157,7 +154,7 @@ def list_tables(
     worst: dict[str, float],
     greedy: dict[str, Any],
 ) -> dict[str, list[dict[str, Any]]]:
-    """Rows by title."""
+    """Return rows by title."""
     columns = ("depth", *worst)
     rows = [{name: row.get(name) for name in columns} for row in by_depth]
     tables = {
@@ -173,7 +170,7 @@ def list_tables(
 def plant_faults(
     config: LaneformerConfig, weights: Weights, truth: Truth, options: Options, allowed: float
 ) -> tuple[dict[str, float], dict[str, Any]]:
-    """The engine's largest relative error by planted fault, and gates: it is refused, and located where it is."""
+    """Return the largest relative error by planted fault, and gates: refused, and located."""
     faults, gates, ids = dict[str, float](), dict[str, Any](), truth.ids[:FAULT_POSITIONS]
     near = [position for position in truth.positions if position < FAULT_POSITIONS]
     for name, planted_in, wrong_config, wrong_weights in make_faults(config, weights):
@@ -197,14 +194,13 @@ def engine_of(
 def count_differing_runs(
     config: LaneformerConfig, weights: Weights, ids: list[int], options: Options
 ) -> int:
-    """How many repeated runs, over all numbers of threads, differ in a bit from the
-    first: logits, sampled tokens.
-    """
+    """Count repeated runs, over all numbers of threads, that differ in a bit from the first."""
     first: tuple[bytes, list[int]] | None = None
     differing = 0
     for threads in options.threads:
         with engine_of(config, weights, options, threads) as engine:
             for _ in range(options.runs):
+                # logits and sampled tokens
                 sampled = engine.generate(
                     ids[:3], max_new_tokens=4, temperature=1.0, ignore_eos=True
                 )

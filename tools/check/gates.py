@@ -1,4 +1,4 @@
-"""What the checks of the CPU engine share: options, models, gates, greedy continuations, the command."""
+"""Shared parts of the CPU engine's checks: options, models, gates, greedy tokens, the command."""
 
 from __future__ import annotations
 
@@ -60,11 +60,12 @@ def run_check(
     measure: Callable[[Any, Console], dict[str, Any]],
     arguments: Sequence[str] | None,
 ) -> None:
-    """A check as a command: tables on stderr, JSON as the last line of stdout, exit status 1 if a gate fails.
+    """Run a check as a command: tables on stderr, JSON last on stdout, exit status 1 on failure.
 
     Args:
-        options_class: a dataclass, with `json` to print nothing else and `out` for a file of the tables.
-        measure: returns `verdict` and its figures; `title` and `tables` of rows by title are printed alone.
+        options_class: a dataclass, with `json` to print nothing else and `out` for a table file.
+        measure: returns `verdict` and its figures; `title` and `tables` (rows by title) are only
+            printed.
     """
 
     def run() -> None:
@@ -101,7 +102,7 @@ def write_page(title: str, tables: Mapping[str, Any], report: Mapping[str, Any])
 
 
 def load(name: str, dtype: str = "auto") -> tuple[LaneformerConfig, Weights]:
-    """Config and weights of a folder or GGUF file, or of a flavor with random weights."""
+    """Return config and weights of a folder or GGUF file, or of a flavor with random weights."""
     if name in FLAVORS:
         config = LaneformerConfig.from_flavor(name)
         return config, random_weights(config)
@@ -122,7 +123,7 @@ def equal(figure: Any, expected: Any) -> Gate:
 
 
 def verdict(gates: Mapping[str, Gate]) -> dict[str, Any]:
-    """`ok`, the names of what `failed`, and a row for each gate."""
+    """Return `ok`, the names of what `failed`, and a row for each gate."""
     rows = [
         {
             "check": name,
@@ -139,7 +140,7 @@ def verdict(gates: Mapping[str, Gate]) -> dict[str, Any]:
 def check_greedy(
     engine: Engine, model: LaneformerForCausalLM, options: ModelOptions, tie: float
 ) -> dict[str, Any]:
-    """Continuations of random prompts, short ones and some beyond the window."""
+    """Compare continuations of random prompts, short ones and some beyond the window."""
     new_tokens, lengths = options.new_tokens, (1, 5, 11, min(engine.config.sliding_window + 3, 200))
     comparison = compare_greedy(
         random_prompts(engine.config, options.prompts, lengths, new_tokens),

@@ -1,7 +1,7 @@
-"""Which module of ours uses which: arrows between packages and circles between modules.
+"""Which of our modules uses which: arrows between packages and circles between modules.
 
-An edge goes from a module to each module of ours that it imports (lazily and for typing, too) or names in a
-string of its own: a process (`"-m", "evals.watch"`), a plugin (`custom_import`) or a dotted name. Prose is no edge.
+An edge goes from a module to each that it imports (lazily and for typing, too) or names in a string
+of its own: a process (`"-m", "evals.watch"`), a plugin (`custom_import`) or a dotted name.
 """
 
 from __future__ import annotations
@@ -32,16 +32,17 @@ MAY_USE: dict[str, set[str]] = {
     "tools": set(PACKAGES),
     "examples": {"data_mixtures", "records"},
 }
-# whose modules a package may start as processes, beyond those that it may import: training starts the watcher of its
-# evaluations, a recipe names the program that writes its text
+# whose modules a package may start as processes, beyond those that it may import: training starts
+# the watcher of its evaluations, a recipe names the program that writes its text
 MAY_START = {"train": "evals.watch", "data_mixtures": "examples."}
-# strings that name a module: after `-m`, a dotted name alone (a.b or a.b:attribute), the start of an f-string
+# strings that name a module: after `-m`, a dotted name alone (a.b or a.b:attribute), the start of
+# an f-string
 NAMED = re.compile(r'"-m",\s*"(\w+)"|"(\w+(?:\.\w+)+)(?::\w+)?"|f"(\w+)\.[\w.]*\{')
 
 
 @dataclass(frozen=True, order=True)
 class Edge:
-    """`source` uses `target`, both dotted names of modules; process: by a string, not by an import."""
+    """`source` uses `target`, both dotted module names; process: by a string, not an import."""
 
     source: str
     target: str
@@ -49,7 +50,7 @@ class Edge:
 
 
 def modules(root: Path) -> dict[str, Path]:
-    """Every module of ours by its dotted name; a package goes by the name of its folder."""
+    """Return every module of ours by its dotted name; a package has its folder's name."""
     paths = {}
     for package, folder in PACKAGES.items():
         for path in sorted((root / folder).rglob("*.py")):
@@ -63,7 +64,7 @@ def package_of(module: str, path: Path) -> str:
 
 
 def list_imports(tree: ast.Module, package: str) -> Iterator[tuple[str, str]]:
-    """(module, name or "") of every import statement; relative ones are resolved against `package`."""
+    """Yield (module, name or "") of every import; relative ones resolved against `package`."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from ((alias.name, "") for alias in node.names)
@@ -73,13 +74,13 @@ def list_imports(tree: ast.Module, package: str) -> Iterator[tuple[str, str]]:
 
 
 def find_names(text: str) -> set[str]:
-    """Modules and other dotted names in the strings of a Python or TOML file."""
+    """Return modules and other dotted names in the strings of a Python or TOML file."""
     code = re.sub(r"(?m)#.*$", "", text).replace("'", '"')
     return {"".join(groups) for groups in NAMED.findall(code)}
 
 
 def edges(root: Path) -> set[Edge]:
-    """All edges between two different modules of ours; a TOML file counts as its package."""
+    """Return all edges between two of our modules; a TOML file counts as its package."""
     ours = modules(root)
     arrows = set()
     for module, path in ours.items():
@@ -101,13 +102,13 @@ def edges(root: Path) -> set[Edge]:
 
 
 def only_starts(edge: Edge) -> bool:
-    """Whether MAY_START allows `edge`, which is then no arrow of the structure."""
+    """Return whether MAY_START allows `edge`, which is then no arrow of the structure."""
     allowed = MAY_START.get(edge.source.split(".")[0])
     return edge.process and allowed is not None and edge.target.startswith(allowed)
 
 
 def broken_arrows(arrows: set[Edge]) -> list[str]:
-    """The edges that leave a package for one which it may not use."""
+    """Return the edges that leave a package for one which it may not use."""
     broken = []
     for edge in sorted(arrows):
         source, target = edge.source.split(".")[0], edge.target.split(".")[0]
@@ -117,10 +118,10 @@ def broken_arrows(arrows: set[Edge]) -> list[str]:
 
 
 def folder_edges(arrows: set[Edge]) -> set[Edge]:
-    """Each edge between the two neighbours, files or folders of one parent folder, that it connects.
+    """Return each edge between the neighbours (files or folders of one parent) that it connects.
 
-    A circle of these is a circle of folders: `a.b.x -> a.c.y` and `a.c.z -> a.b.w` make `a.b <-> a.c`, though
-    no module reaches itself.
+    Circles of these are circles of folders: `a.b.x -> a.c.y` and `a.c.z -> a.b.w` make
+    `a.b <-> a.c`, though no module reaches itself.
     """
     neighbours = set()
     for edge in arrows:
@@ -134,7 +135,7 @@ def folder_edges(arrows: set[Edge]) -> set[Edge]:
 
 
 def circles(arrows: set[Edge]) -> list[list[str]]:
-    """Groups of modules that all reach each other (strongly connected components), each sorted."""
+    """Return sorted groups of modules that all reach each other (strongly connected components)."""
     import networkx  # here: a plugin of the tests reads imports at every start
 
     graph = networkx.DiGraph((edge.source, edge.target) for edge in arrows)

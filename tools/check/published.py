@@ -1,11 +1,11 @@
-"""Does a model compute the same in the engine, in our modeling code, and in the code that
-it was published with?
+"""Check that the engine, our modeling code and a model's published code compute the same.
 
     python -m tools.check published FOLDER --trust-remote-code
     python -m tools.check published model.gguf
 
-The reference is model.py in float64; everybody gets four times the largest error of our modeling code in float32. The
-published code is the folder's own (it runs only with --trust-remote-code) or, for the Llama family, Transformers'.
+The reference is model.py in float64; each may err by four times the largest error of our modeling
+code in float32. The published code is the folder's own (only with --trust-remote-code) or, for the
+Llama family, Transformers'.
 
     S positions   V vocabulary
 """
@@ -50,7 +50,7 @@ class Options(ModelOptions):
 
 
 def check(options: Options, console: Console) -> dict[str, Any]:
-    """Errors of engine, modeling code and published code, with `ok` and the names of what `failed`."""
+    """Return errors of engine, modeling code and published code, with `ok` and `failed`."""
     path = Path(options.model)
     config, weights = load(options.model, "fp32")
     length = min(options.positions, config.max_position_embeddings)
@@ -89,7 +89,7 @@ def check(options: Options, console: Console) -> dict[str, Any]:
 
 
 def load_published(options: Options) -> Any:
-    """Transformers' model in float32; None where that is the folder's own code, which may not run."""
+    """Return Transformers' model in float32; None if the folder's own code may not run."""
     from transformers import AutoModelForCausalLM
 
     folder, arguments = (
@@ -108,7 +108,7 @@ def load_published(options: Options) -> Any:
 
 @torch.no_grad()
 def compute_logits(model: Any, ids: list[int]) -> np.ndarray:
-    """(S, V)"""
+    """Return logits (S, V)."""
     out = model(torch.tensor([ids]))
     return (out if isinstance(out, torch.Tensor) else out.logits)[0].numpy()
 

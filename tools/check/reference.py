@@ -1,8 +1,7 @@
-"""What an engine is checked against: random weights, PyTorch and Transformers
-models, distances, planted faults.
+"""References for checks of an engine: random weights, PyTorch and Transformers models, faults.
 
-Logits say that something is wrong, the modules' outputs where: the first one beyond what rounding explains
-(`limit_error`). Needs torch and Transformers alone, so that it also runs where the CPU engine is not built.
+Logits show that something is wrong, module outputs where: at the first one beyond rounding
+(`limit_error`). Needs only torch and Transformers, so it runs where the CPU engine is not built.
 
     S positions   P chosen positions   V vocabulary   N layers   L lanes   D hidden
 """
@@ -41,9 +40,8 @@ Fault = tuple[str, list[Any] | None, LaneformerConfig, Weights]
 def random_weights(
     config: LaneformerConfig, dtype: torch.dtype = torch.bfloat16, device: str = "cpu"
 ) -> Weights:
-    """Matrices that keep the size of what goes through them, norm scales around one; each
-    device draws its own.
-    """
+    """Return matrices that keep the size of their input, and norm scales around one."""
+    # each device draws its own numbers
     generator = torch.Generator(device).manual_seed(0)
     with torch.device("meta"):
         shapes = {name: p.shape for name, p in families.plain_model(config).state_dict().items()}
@@ -68,7 +66,7 @@ def tensors_of(weights: Weights) -> dict[str, Tensor]:
 
 
 def weights_of(tensors: Mapping[str, Tensor]) -> Weights:
-    """The inverse of `tensors_of`, in memory of its own."""
+    """Return the inverse of `tensors_of`, in its own memory."""
     return {
         name: torch.from_numpy(np.array(t.values)).view(TORCH_DTYPES[t.dtype])
         for name, t in tensors.items()
@@ -80,7 +78,7 @@ def plain_model(
     weights: Mapping[str, torch.Tensor],
     dtype: torch.dtype = torch.float64,
 ) -> Laneformer:
-    """model.py; weights that are of this dtype are not copied."""
+    """Return model.py's model; weights of this dtype are not copied."""
     with torch.device("meta"):
         model = families.plain_model(config).eval()
     model.load_state_dict({name: w.to(dtype) for name, w in weights.items()}, assign=True)
@@ -98,13 +96,13 @@ def hf_model(
 
 @torch.no_grad()
 def hf_logits(model: LaneformerForCausalLM, ids: list[int]) -> np.ndarray:
-    """(S, V) in the model's dtype, handed out as float32."""
+    """Return logits (S, V), computed in the model's dtype, as float32."""
     out = model(input_ids=torch.tensor([ids], device=model.device), use_cache=False)
     return out.logits[0].float().cpu().numpy()
 
 
 def relative_errors(logits: np.ndarray, reference: np.ndarray) -> np.ndarray:
-    """For each position the distance of two logit vectors over the spread of the reference's, (S,)."""
+    """Return each position's distance of two logit vectors over the reference's spread, (S,)."""
     spread = reference - reference.mean(-1, keepdims=True)
     return np.linalg.norm(logits - reference, axis=-1) / np.linalg.norm(spread, axis=-1)
 
@@ -119,7 +117,7 @@ def mean_kl(logits: np.ndarray, others: np.ndarray) -> float:
 def hf_greedy(
     model: LaneformerForCausalLM, prompt: list[int], new_tokens: int
 ) -> tuple[list[int], list[float]]:
-    """Greedy tokens of Transformers with its cache, and how far each one's logit was ahead of the second."""
+    """Return greedy tokens of Transformers, and each one's logit lead over the second."""
     tokens: list[int] = []
     leads: list[float] = []
     ids, cache = torch.tensor([prompt], device=model.device), None
@@ -135,7 +133,7 @@ def hf_greedy(
 def random_prompts(
     config: LaneformerConfig, count: int, lengths: Sequence[int], new_tokens: int
 ) -> list[list[int]]:
-    """Of the given lengths in turn, or shorter where a model has no room for that and `new_tokens`."""
+    """Return prompts of the given lengths in turn, shorter where `new_tokens` would not fit."""
     rng, longest = np.random.default_rng(1), config.max_position_embeddings - new_tokens
     sizes = [max(1, min(longest, lengths[i % len(lengths)])) for i in range(count)]
     return [rng.integers(0, config.vocab_size, size).tolist() for size in sizes]
@@ -147,9 +145,11 @@ def compare_greedy(
     theirs: Callable[[list[int], int], tuple[list[int], list[float]]],
     tie_of: Callable[[list[int]], float],
 ) -> dict[str, Any]:
-    """Continuations of prompts: how many are the same, and where the others part, by what lead.
+    """Compare continuations: how many are the same, and where and by what lead the others part.
 
-    theirs: tokens and leads of so many new tokens (`hf_greedy`). tie_of: a smaller lead explains a difference.
+    Args:
+        theirs: returns so many new tokens and their leads (`hf_greedy`).
+        tie_of: returns the lead below which a difference is explained.
     """
     diverged, tokens = [], []
     for index, prompt in enumerate(prompts):
@@ -178,7 +178,7 @@ def compare_greedy(
 def model_outputs(
     model: Laneformer, ids: Sequence[int], positions: Sequence[int]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Logits (S, V) and the modules' partial outputs (P, N, 2, L, D), both in the model's dtype."""
+    """Return logits (S, V) and partial outputs (P, N, 2, L, D), both in the model's dtype."""
     outputs: list[torch.Tensor] = []  # in order of execution
 
     def keep(module: Any, inputs: Any, out: torch.Tensor) -> None:
@@ -199,12 +199,12 @@ def windows(config: LaneformerConfig) -> set[int]:
 
 
 def length_beyond_windows(config: LaneformerConfig, more: int) -> int:
-    """Positions of a text that ends `more` after the longest window, or where the model does."""
+    """Return the length of a text that ends `more` after the longest window, or at the limit."""
     return min(config.max_position_embeddings, max(windows(config), default=0) + more)
 
 
 def choose_positions(config: LaneformerConfig, length: int) -> list[int]:
-    """The first positions, those on both sides of each window's edge, a block after it, and the last one."""
+    """Return the first positions, those around each window's edge, a block after it, the last."""
     wanted = {0, 1, 10, length - 1}
     for window in windows(config):
         wanted |= {window + step for step in (-2, -1, 0, 16, BLOCK)}
@@ -212,7 +212,7 @@ def choose_positions(config: LaneformerConfig, length: int) -> list[int]:
 
 
 def output_errors(partials: np.ndarray, reference: np.ndarray) -> np.ndarray:
-    """Distance of vectors (..., D) over the length of the reference's, (...)."""
+    """Return the distance of vectors (..., D) over the length of the reference's, (...)."""
     return np.linalg.norm(partials - reference, axis=-1) / np.linalg.norm(reference, axis=-1)
 
 
@@ -243,9 +243,7 @@ def module_report(
     positions: Sequence[int],
     math: str,
 ) -> dict[str, Any]:
-    """Errors by depth and module, worst over lanes; `first_wrong` names the first
-    module beyond its allowance.
-    """
+    """Return errors by depth and module, worst over lanes, and the first module out of bounds."""
     errors = output_errors(partials, reference).max(-1)  # (P, N, 2)
     of_allowed = errors / np.array([limit_error(config, position, math) for position in positions])
     wrong = ~(of_allowed <= 1).all(0)  # NaN never is
@@ -268,7 +266,7 @@ def module_report(
 
 
 def first_module(wrong: np.ndarray) -> list[Any] | None:
-    """[layer, module] of the first true entry of (N, 2) in order of execution."""
+    """Return [layer, module] of the first true entry of (N, 2) in order of execution."""
     if not wrong.any():
         return None
     layer, module = divmod(int(wrong.reshape(-1).argmax()), len(MODULES))
@@ -276,7 +274,7 @@ def first_module(wrong: np.ndarray) -> list[Any] | None:
 
 
 def first_affected(config: LaneformerConfig, other: LaneformerConfig) -> list[Any] | None:
-    """The first module that reads a stream which two configs join differently; None where only the head does."""
+    """Return the first module whose join differs between two configs; None if only the head's."""
 
     def describe_join(config: LaneformerConfig, layer: int, module: str) -> tuple[Join, int | None]:
         how, source = config.join(layer, module), layer - config.broadcast_delay
@@ -294,9 +292,7 @@ def first_affected(config: LaneformerConfig, other: LaneformerConfig) -> list[An
 
 
 def make_faults(config: LaneformerConfig, weights: Weights) -> Iterator[Fault]:
-    """One fault at a time, each as small as such a fault can be; those that this architecture has
-    not are left out.
-    """
+    """Yield each fault that the architecture can have, as small as it can be."""
     if config.num_lanes < 2:
         return
     layer = config.num_hidden_layers // 2
@@ -315,7 +311,7 @@ def make_faults(config: LaneformerConfig, weights: Weights) -> Iterator[Fault]:
 
 
 def without_message(config: LaneformerConfig, lost: tuple[int, str]) -> LaneformerConfig:
-    """The config, but the other lanes never get what (layer, module) sends them."""
+    """Return the config with the message of (layer, module) to the other lanes removed."""
 
     def broadcasts(self: LaneformerConfig, layer: int, module: str) -> bool:
         return (layer, module) != lost and LaneformerConfig.broadcasts(self, layer, module)

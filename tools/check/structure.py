@@ -1,9 +1,9 @@
-"""Holds the size and the structure of the tree; exit status 1 if something has grown.
+"""Check the size and structure of the tree; exit status 1 if something has grown.
 
     python -m tools.check structure            check
     python -m tools.check structure --write    write today's counts into size.json
 
-The ratchet: the tree may exceed the smallest value that each count of size.json had in any commit of its history by
+The tree may exceed the smallest value that a count of size.json had in any commit by
 RATCHET_SLACK, so a change can only spend what was removed before it.
 """
 
@@ -59,7 +59,7 @@ class Measure:
 
 
 def measures() -> list[Measure]:
-    """Every measure of this checkout with its limit."""
+    """Return every measure of this checkout with its limit."""
     arrows = edges(ROOT)
     broken = {
         "import circles of modules": [" <-> ".join(group) for group in circles(arrows)],
@@ -84,7 +84,7 @@ def ratchet_measures(root: Path) -> list[Measure]:
 
 
 def count_sizes(root: Path) -> dict[str, int]:
-    """The three counts of the tree. Of folders that git does not track nothing counts."""
+    """Return the three counts of the tree, without untracked folders."""
     sizes = {
         "python_tokens_of_source": 0,
         "python_tokens_of_tests_and_examples": 0,
@@ -101,7 +101,7 @@ def count_sizes(root: Path) -> dict[str, int]:
 
 
 def smallest_sizes(root: Path) -> dict[str, int]:
-    """The smallest value of each count that size.json holds or ever held in git's history."""
+    """Return the smallest value of each count in size.json, now or in git's history."""
     # whoever needs room cannot edit the history; without git (a tarball) the file alone counts
     smallest: dict[str, int] = json.loads((root / SIZE_FILE).read_text())
     command = ["git", "log", "-m", "-p", "--format=", "--", SIZE_FILE]
@@ -113,7 +113,7 @@ def smallest_sizes(root: Path) -> dict[str, int]:
 
 
 def count_tokens(text: str) -> int:
-    """Tokens of a Python source without comments, docstrings, line ends and indentation."""
+    """Count tokens of a Python source without comments, docstrings, line ends and indentation."""
     # not lines: a budget in lines rewards dense ones
     documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     docstrings = {
@@ -129,7 +129,7 @@ def count_tokens(text: str) -> int:
 
 
 def length_measures(root: Path) -> list[Measure]:
-    """The longest file, function and class of the source, and all above the limits."""
+    """Return the longest file, function and class of the source, and all above the limits."""
     lengths: dict[str, list[tuple[int, str]]] = {kind: [] for kind in LIMITS}
     for folder in PACKAGES.values():
         for path in sorted((root / folder).rglob("*")):
@@ -148,7 +148,7 @@ def length_measures(root: Path) -> list[Measure]:
 
 
 def lengths_in(path: Path) -> Iterator[tuple[str, int, str]]:
-    """(kind, lines, name) of a file and of each function and class in it."""
+    """Yield (kind, lines, name) of a file and of each function and class in it."""
     text = path.read_text(encoding="utf-8")
     is_kernel = path.suffix in {".cu", ".cuh"} or path.parent.name == "kernels"
     yield "kernel file" if is_kernel else "file", len(text.splitlines()), ""

@@ -1,12 +1,12 @@
-"""Does training work here? Ten minutes on one GPU, and a verdict.
+"""Check training on this machine in ten minutes on one GPU.
 
     python -m tools.check train                     at the 2B model's widths, with four layers
     python -m tools.check train --nproc 8           and with HSDP over the GPUs of a node
     python -m tools.check train --device cpu        the same path, shrunk: what CI runs
 
-The job is configs/phase1.toml with one layer of each kind. It runs with the kernels that it chooses (on a GPU fused
-joins, FlexAttention, Inductor) and with plain ones, with float8 products, killed and resumed, and its peak memory is
-held against tools.plan.
+The job is configs/phase1.toml with one layer of each kind. It runs with the kernels that it chooses
+(on a GPU fused joins, FlexAttention, Inductor), with plain ones, with float8 products, killed and
+resumed; its peak memory is compared with tools.plan.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ class Jobs:
         self.lock = write_synthetic_lock(folder / "data", 64, self.seq_len, config.vocab_size)
 
     def flags(self, run: Path, *more: str) -> list[str]:
-        """What `python -m train` gets; of a flag that is given twice the last one counts."""
+        """Return the flags of `python -m train`; the last of a repeated flag counts."""
         options = self.options
         settings: dict[str, Any] = {
             "job.config_file": "configs/phase1.toml",
@@ -152,7 +152,7 @@ class Jobs:
     def rows(
         self, name: str, *more: str, ranks: int = 1, killed: bool = False
     ) -> list[dict[str, Any]]:
-        """The rows of metrics.jsonl of one job. RuntimeError where it does not end as it is to."""
+        """Return a job's rows of metrics.jsonl; RuntimeError on an unexpected exit status."""
         self.console.print(f"job: {name}", style="dim")
         run, log = self.folder / name, self.folder / f"{name}.log"
         env = {KILL_AT: str(KILLED_AT)} if killed else {}
@@ -165,7 +165,7 @@ class Jobs:
 
 
 def start(module: list[str], log: Path, env: Mapping[str, str]) -> int:
-    """Exit status of `python -m MODULE ...`, whose output goes to `log`."""
+    """Return the exit status of `python -m MODULE ...`; its output goes to `log`."""
     with open(log, "ab") as output:
         return subprocess.run(
             [sys.executable, "-m", *module],
@@ -183,7 +183,7 @@ NOT_MEASURED: Gate = ("not yet measured", None, None)
 
 
 def measure(options: Options, console: Console) -> dict[str, Any]:
-    """All jobs and comparisons."""
+    """Run all jobs and comparisons."""
     options.check()
     with tempfile.TemporaryDirectory() as folder:
         jobs = Jobs(options, Path(folder), console)
@@ -195,7 +195,7 @@ def measure(options: Options, console: Console) -> dict[str, Any]:
 
 
 def gate_losses(jobs: Jobs, whole: list[Row]) -> Gates:
-    """The chosen kernels against the plain ones, in bf16, and of several ranks; plain float32 is the reference."""
+    """Compare chosen kernels with plain ones in bf16, and ranks, against plain float32."""
     exact = jobs.rows("plain-float32", *PLAIN, *FLOAT32)
     # how far bf16 may be from float32 in 20 losses is not guessed: the plain job shows it
     rounded = measure_distance(jobs.rows("plain-bf16", *PLAIN), exact)
@@ -223,11 +223,12 @@ def gate_losses(jobs: Jobs, whole: list[Row]) -> Gates:
 
 
 def gate_float8(jobs: Jobs, exact: list[Row], rounded: float) -> Gates:
-    """Float8 products for w1, w2 and w3, by row: a GPU's own, elsewhere emulated ones."""
+    """Compare float8 products for w1, w2 and w3, by row; emulated but on a GPU."""
     name, on_gpu = "losses with float8 products", jobs.options.device == "cuda"
     if on_gpu and torch.cuda.get_device_capability() < CAPABILITY:
         return {name: NOT_MEASURED}
-    # the plain job in float32 with emulated products shows what they cost; bf16's share comes on top
+    # the plain job in float32 with emulated products shows what they cost; bf16's share comes on
+    # top
     emulating = (*FLOAT8_FLAGS, f"--{FLOAT8}.emulate")
     emulated = jobs.rows("float8-emulated", *PLAIN, *FLOAT32, *emulating)
     own = jobs.rows("float8", *(FLOAT8_FLAGS if on_gpu else emulating))
@@ -239,14 +240,14 @@ def gate_float8(jobs: Jobs, exact: list[Row], rounded: float) -> Gates:
 
 
 def gate_kernels(run: Path) -> Gate:
-    """What the check at the start has left out of this job."""
+    """Return what the check at the start has left out of this job."""
     events = read_lines(run / "events.jsonl")
     reasons = [event["reason"] for event in events if event["kind"] == "kernels_replaced"]
     return equal((*reasons, "none")[0], "none")
 
 
 def measure_distance(rows: list[Row], exact: list[Row]) -> float:
-    """Largest difference of a step's loss; infinite where there is none, or not of every step."""
+    """Return the largest difference of a step's loss; infinite if any loss is missing."""
     if len(rows) != len(exact) or any(row["loss"] is None for row in rows):
         return math.inf
     return max(abs(row["loss"] - other["loss"]) for row, other in zip(rows, exact, strict=True))
@@ -270,14 +271,14 @@ def gate_resume(jobs: Jobs, whole: list[Row]) -> Gates:
 
 
 def count_differing(rows: list[Row], others: list[Row]) -> int:
-    """Steps that one of both lacks, or of which a compared figure differs in a bit."""
+    """Return the number of steps that one side lacks or whose compared figures differ in a bit."""
     pairs = zip(rows, others, strict=False)
     differ = sum(any(row.get(key) != other.get(key) for key in COMPARED) for row, other in pairs)
     return abs(len(rows) - len(others)) + differ
 
 
 def gate_memory(options: Options, whole: list[Row]) -> Gates:
-    """Peak of what the allocator held, against the plan and the share of the GPU that it leaves unplanned."""
+    """Compare the allocator's peak with the plan and the GPU's unplanned share."""
     name = "peak memory, GiB, against the plan"
     if options.device == "cpu":
         return {name: NOT_MEASURED}

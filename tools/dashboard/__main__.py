@@ -1,9 +1,9 @@
-"""One self-contained HTML page of one or more runs: what was trained, its progress, and what was measured.
+"""Draw one self-contained HTML page of one or more runs: training, progress, evaluations.
 
     python -m tools.dashboard runs/demo --out runs/demo/dashboard.html
 
-The page is one file with plotly.js inside; its policy makes the browser refuse the network. What has no figure
-takes no room. W&B and TensorBoard, which training feeds, are the live view.
+The page holds plotly.js, and its policy makes the browser refuse the network. What has no figure
+takes no room. W&B and TensorBoard are the live view.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ CARDS: dict[str, Callable[[Run], str]] = {
 
 
 def draw(run: Run, name: str, write: Callable[[Run], str]) -> str | None:
-    """Write one part of a run's page; None, and a problem of the run, where it fails."""
+    """Write one part of a run's page; where it fails, None and a problem of the run."""
     try:
         return write(run)
     except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
@@ -68,7 +68,7 @@ def run_section(run: Run, index: int, now: float) -> str:
 
 
 def page(runs: Sequence[Run], now: float) -> str:
-    """The whole page as text."""
+    """Return the whole page as text."""
     title = " · ".join(run.name for run in runs)
     sections = [run_section(run, index, now) for index, run in enumerate(runs)]
     together = training.write_overlay_card(runs) if len(runs) > 1 else ""
@@ -78,7 +78,8 @@ def page(runs: Sequence[Run], now: float) -> str:
 
 
 def read_runs(folders: Sequence[Path]) -> list[Run]:
-    """All runs, with names that tell them apart: charts are named after their run."""
+    """Read all runs, under distinct names."""
+    # charts are named after their run
     runs = [read_run(folder) for folder in folders]
     for index, run in enumerate(runs):
         if run.name in (other.name for other in runs[:index]):

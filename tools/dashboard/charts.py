@@ -60,12 +60,12 @@ def dig(value: Any, *path: str) -> Any:
 
 
 def list_items(value: Any) -> list[tuple[str, Any]]:
-    """The names and values of a JSON object; none of a value of another kind."""
+    """Return the names and values of a JSON object; [] for any other value."""
     return list(value.items()) if isinstance(value, dict) else []
 
 
 def select_points(records: Sequence[Json], *path: str) -> Points:
-    """The records that have a number at a path."""
+    """Return the records that have a number at a path."""
     values = [(record, dig(record, *path)) for record in records]
     return [(record, value) for record, value in values if number(value) is not None]
 
@@ -105,7 +105,7 @@ def smooth(values: Iterable[float | None], half_life: float) -> Iterator[float |
 
 
 def places_of(rows: Sequence[Json]) -> Json:
-    """Where rows or records stand on every axis; times in milliseconds, as JavaScript counts."""
+    """Return where rows stand on every axis; times in milliseconds, as in JavaScript."""
     places = {axis: [number(row.get(key)) for row in rows] for axis, key in AXES.items()}
     return places | {
         "time": [None if second is None else 1000 * second for second in places["time"]]
@@ -177,7 +177,7 @@ def make_marks(run: Run) -> Json:
 
 
 def make_rows_part(run: Run, panel: Panel, **look: Any) -> tuple[Panel, list[Json]]:
-    """The panel of a figure of logged rows, by phase."""
+    """Make the panel of a figure of logged rows, by phase."""
     return panel, [
         curve(
             panel.title,

@@ -1,4 +1,4 @@
-"""The cards of what was evaluated: CORE and its tasks, bits per byte, code and questions, contamination."""
+"""The evaluation cards: CORE and its tasks, bits per byte, code and questions, contamination."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def name_checkpoint(record: Json) -> str:
 
 
 def around(value: Any, error: Any) -> Interval | None:
-    """The interval of 95 % of a mean with a standard error."""
+    """Return the 95 % interval of a mean with a standard error."""
     middle, spread = number(value), number(error)
     return (
         None if middle is None or spread is None else (middle - Z95 * spread, middle + Z95 * spread)
@@ -67,7 +67,7 @@ def around(value: Any, error: Any) -> Interval | None:
 
 
 def read_interval(ends: Any) -> Interval | None:
-    """An interval as a record holds it: [low, high]."""
+    """Read an interval as a record holds it: [low, high]."""
     known = isinstance(ends, list) and len(ends) == 2 and None not in map(number, ends)
     return (ends[0], ends[1]) if known else None
 
@@ -80,7 +80,7 @@ def describe_core_settings(record: Record) -> str:
 
 
 def group_core_records(run: Run) -> dict[str, list[Record]]:
-    """The CORE records of each kind of settings, the newest of each checkpoint."""
+    """Return the CORE records by settings, the newest of each checkpoint."""
     groups: dict[str, dict[str, Record]] = {}
     for record in run.evals_of("core"):
         if isinstance(record["tasks"], dict):
@@ -100,7 +100,7 @@ def make_core_tile(run: Run) -> Tile:
 
 
 def write_core_card(run: Run) -> str:
-    """CORE above loss and learning rate, and the newest one among published values."""
+    """Write CORE above loss and learning rate, and the newest one among published values."""
     curves, rows = list[Json](), list[tuple[float, list[str]]]()
     for index, (settings, records) in enumerate(group_core_records(run).items()):
         if points := select_points(records, "core_v2"):
@@ -139,7 +139,7 @@ def write_core_card(run: Run) -> str:
 
 
 def write_tasks_card(run: Run) -> str:
-    """The tasks of CORE over the checkpoints, and the newest record in full."""
+    """Write the tasks of CORE over the checkpoints, and the newest record in full."""
     groups = list(group_core_records(run).values())
     if not groups or not any(record["tasks"] for record in groups[-1]):
         return ""
@@ -213,7 +213,7 @@ def write_bits_card(run: Run) -> str:
 
 
 class Score(NamedTuple):
-    """A score of a checkpoint, the panel that it is drawn in, and how it was asked."""
+    """A score of a checkpoint, its panel, and how it was asked."""
 
     panel: str
     name: str
@@ -244,7 +244,7 @@ def list_scores(run: Run) -> Iterator[Score]:
 
 
 def write_scores_card(run: Run) -> str:
-    """Code and lm-eval's tasks: curves over checkpoints, and the newest values."""
+    """Write code and lm-eval's tasks: curves over checkpoints, and the newest values."""
     groups: dict[str, dict[tuple[str, str], list[Score]]] = {"Code": {}, "Questions": {}}
     for score in list_scores(run):
         if score.value is not None:
@@ -272,7 +272,7 @@ def write_scores_card(run: Run) -> str:
 
 
 def write_contamination_card(run: Run) -> str:
-    """What the training text held of the evaluation sets before its documents were dropped."""
+    """Write what the training text held of evaluation sets before documents were dropped."""
     rows, records = dict[tuple[str, str], list[str]](), run.evals_of("contamination")
     for record in records:
         phase = str(record["phase"] or "")

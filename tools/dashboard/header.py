@@ -1,4 +1,4 @@
-"""The header of a run: where it stands, its progress by phase, and tiles of its newest figures."""
+"""The header of a run: its state, progress by phase, and tiles of the newest figures."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def list_model_facts(run: Run) -> list[str]:
 
 
 def write_tiles(run: Run) -> str:
-    """The newest figures; what has none takes no room."""
+    """Write the newest figures; what has none takes no room."""
     bits, decode = (
         [Record(), *run.evals_of(kind)][-1] for kind in ("bits_per_byte", "decode_speed")
     )

@@ -1,6 +1,6 @@
-"""The page kit: cards, tables and number formats of an HTML page; page.css is their style, page.js draws the charts.
+"""Cards, tables and number formats of an HTML page; page.css styles it, page.js draws the charts.
 
-Text, grid and background take their colours from the style sheet; PALETTE is for colours with a meaning.
+Text, grid and background take their colours from the style sheet; PALETTE has those with a meaning.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def card(title: str, body: str, caption: str = "") -> str:
 def write_chart_card(
     title: str, content: dict[str, Any] | None, name: str, caption: str = ""
 ) -> str:
-    """The card of a chart alone; "" without any figure."""
+    """Write the card of a chart alone; "" without any figure."""
     return card(title, chart(content, name), caption) if content else ""
 
 
@@ -62,7 +62,7 @@ def none(text: str = "not measured") -> str:
 
 
 def fold(summary: str, body: str) -> str:
-    """`body` that a click on `summary` shows; both are HTML."""
+    """Write a `body` that a click on `summary` shows; both are HTML."""
     return f"<details><summary>{summary}</summary>{body}</details>"
 
 
@@ -84,7 +84,7 @@ def table(head: Iterable[str], rows: Iterable[Sequence[str]], kind: str = "") ->
 
 
 def chart(content: dict[str, Any], name: str) -> str:
-    """Write a chart under its legend and buttons: an empty element, and the JSON that the script draws into it."""
+    """Write a chart under its legend and buttons: an empty element, and JSON for the script."""
     # whatever a name holds, it must not end the element that it stands in
     text = json.dumps(content, allow_nan=False).replace("<", "\\u003c")
     place = f'<div id="{escape(name)}"></div><script type="application/json">{text}</script>'
@@ -92,13 +92,13 @@ def chart(content: dict[str, Any], name: str) -> str:
 
 
 def format_figure(value: Any, form: str, unit: str = "") -> str:
-    """A figure as text, or "not measured"."""
+    """Format a figure, or return "not measured"."""
     known = number(value)
     return none() if known is None else f"{known:{form}}{unit}"
 
 
 def short(value: Any) -> str:
-    """A large figure with three digits and its SI prefix: 1234567 -> 1.23 M."""
+    """Format a figure with three digits and its SI prefix: 1234567 -> 1.23 M."""
     known, power = number(value), 0
     if known is None:
         return none()
@@ -108,7 +108,7 @@ def short(value: Any) -> str:
 
 
 def percent(share: Any, form: str = ".1f") -> str:
-    """A share of 1 in percent."""
+    """Format a share of 1 in percent."""
     known = number(share)
     return format_figure(known and 100 * known, form, " %")
 

@@ -157,7 +157,7 @@ def make_event_marks(run: Run) -> list[Json]:
 
 
 def write_incidents_card(run: Run) -> str:
-    """The events of the run, the newest first; trouble is red."""
+    """Write the events of the run, the newest first; trouble is red."""
     rows = []
     for first, *more in reversed(group_events(run)):
         kind = str(first["kind"] or "event").removeprefix("supervisor_").replace("_", " ")
@@ -176,7 +176,7 @@ def write_incidents_card(run: Run) -> str:
 
 
 def write_overlay_card(runs: Sequence[Run]) -> str:
-    """The smoothed losses of several runs over each other, and their validation losses."""
+    """Write the smoothed and validation losses of several runs over each other."""
     curves = []
     for index, run in enumerate(runs):
         look: Json = {"group": run.name, "width": 1.5}

@@ -52,7 +52,7 @@ def delay_a_model(
 
 
 def begin(path: Path, config: Path, out: Path) -> tuple[Late, int, list[str]]:
-    """Cut the model and prepare its text, as far as that is not done. ValueError for what does not fit.
+    """Cut the model and prepare its text, if not done; ValueError for what does not fit.
 
     Returns [late], the job's steps, and the arguments of `python -m train`.
     """
@@ -84,7 +84,8 @@ def begin(path: Path, config: Path, out: Path) -> tuple[Late, int, list[str]]:
 
 
 def refuse_other_origin(path: Path, origin: dict[str, Any]) -> None:
-    """ValueError where a folder was begun with another model or config, whose results would be taken for this one's."""
+    """Raise ValueError where a folder was begun with another model or config."""
+    # its results would be taken for this one's
     if path.exists() and json.loads(path.read_text(encoding="utf-8")) != origin:
         raise ValueError(
             f"{path.parent} was begun with another model or config; choose another --out"

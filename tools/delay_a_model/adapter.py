@@ -1,10 +1,9 @@
-"""Low-rank changes (LoRA) of late layers, so that a recovered model is a small file beside the dense one.
+"""Low-rank changes (LoRA) of late layers: a recovered model as a small file beside the dense one.
 
-A matrix W (L, out, in) of a layer becomes W + B A, lane by lane, with A (L, rank, in) drawn and B (L, out, rank)
-zero at first; the layer's norm scales are trained as they are. `merge` gives the weights of a plain late model.
-
-An adapter can hold a layout: `layout.N` is the order of the dense model's KV groups or neurons in module N, which
-decides what shares a lane. examples/smollm2_late has one; the search for it is at commit 04aeaa48.
+A matrix W (L, out, in) becomes W + B A, lane by lane, with A (L, rank, in) random and
+B (L, out, rank) zero at first; norm scales are trained directly. `merge` gives the weights of a
+plain late model. `layout.N` is the order of the dense model's KV groups or neurons in module N,
+which decides what shares a lane (examples/smollm2_late; its search is at commit 04aeaa48).
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ def names_in_late_layers(config: LaneformerConfig, late: Late, names: Iterable[s
 
 
 def key(matrix: str) -> str:
-    """Of layers.3.attention.wq: 3/attention/wq."""
+    """Return 3/attention/wq of layers.3.attention.wq."""
     return matrix.removeprefix("layers.").replace(".", "/")
 
 
@@ -72,7 +71,7 @@ class ChangedLinear(LaneLinear):
 
 
 def adapt(model: Laneformer, late: Late) -> nn.ModuleDict:
-    """Give every matrix of the late layers, which must be called, a change; returns the changes by `key`."""
+    """Give every matrix of the late layers a change; return the changes by `key`."""
     changes = nn.ModuleDict()
     for matrix in names_in_late_layers(model.config, late, MATRICES):
         linear: Any = model.get_submodule(matrix)
@@ -83,7 +82,7 @@ def adapt(model: Laneformer, late: Late) -> nn.ModuleDict:
 
 
 def first_adapter(config: LaneformerConfig, late: Late) -> dict[str, Tensor]:
-    """The parameters before training, by their names in a checkpoint: the dense model."""
+    """Return the parameters before training, by their names in a checkpoint: the dense model."""
     shapes = config.tensor_shapes()
     adapter: dict[str, Tensor] = {}
     for matrix in names_in_late_layers(config, late, MATRICES):
@@ -96,7 +95,7 @@ def first_adapter(config: LaneformerConfig, late: Late) -> dict[str, Tensor]:
 
 
 def merge(weights: Mapping[str, Tensor], adapter: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A model's float32 weights in the adapter's layout, with its changes added to them, and its scales."""
+    """Return float32 weights in the adapter's layout, with its changes and scales."""
     merged = lay_out(weights, adapter)
     for name in weights.keys() & adapter.keys():
         merged[name] = adapter[name].float()
@@ -107,7 +106,7 @@ def merge(weights: Mapping[str, Tensor], adapter: Mapping[str, Tensor]) -> dict[
 
 
 def lay_out(weights: Mapping[str, Tensor], adapter: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A cut model's weights, the units of each module in the adapter's order: at delay 0 the same function."""
+    """Order a cut model's weights by the adapter's layout: at delay 0 the same function."""
     ordered = dict(weights)
     for name, weight in weights.items():
         part = name.split(".")
@@ -126,7 +125,10 @@ def lay_out(weights: Mapping[str, Tensor], adapter: Mapping[str, Tensor]) -> dic
 
 
 def write(folder: Path, adapter: Mapping[str, Tensor], about: Mapping[str, Any]) -> None:
-    """about: model, model_sha256 and lanes of the dense model, and the architecture of the late one."""
+    """Write an adapter.
+
+    about: model, model_sha256 and lanes of the dense model, the late one's architecture.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / ADAPTER
     save_file(
@@ -138,7 +140,7 @@ def write(folder: Path, adapter: Mapping[str, Tensor], about: Mapping[str, Any])
 
 
 def read(folder: Path, model_sha256: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """(tensors, about) as written. ValueError for a damaged file, or one of another dense model."""
+    """Return (tensors, about); ValueError for a damaged file, or one of another dense model."""
     about = json.loads((folder / ABOUT).read_text(encoding="utf-8"))
     actual = {"adapter_sha256": file_sha256(folder / ADAPTER), "model_sha256": model_sha256}
     for name, value in actual.items():

@@ -1,5 +1,6 @@
-"""`python -m tools.delay_a_model.apply ADAPTER MODEL --out DIR`: the late model of an adapter and its dense model, as a
-folder that `laneformer chat` and Transformers run.
+"""Merge an adapter into its dense model, as a folder for `laneformer chat` and Transformers.
+
+python -m tools.delay_a_model.apply ADAPTER MODEL --out DIR
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The late model as a Hugging Face folder, which Transformers and the engine run.
+"""Export the late model as a Hugging Face folder, which Transformers and the engine run.
 
-Architecture and weights are written as `laneformer.hf.export` writes a trained model's. What belongs to the text is
-the dense model's own: the tokenizer with what it puts in front of a text, the chat template, the ids that end answers.
+Architecture and weights are written as by `laneformer.hf.export`. Tokenizer, prefix, chat template
+and the ids that end answers are the dense model's own.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 
 def late_architecture(late: Late) -> dict[str, Any]:
-    """The fields of a config that say what is late."""
+    """Return the fields of a config that describe what is late."""
     return {
         "broadcast_delay": late.delay,
         "first_late_layer": late.first_late_layer,
@@ -45,11 +45,19 @@ def write_folder(
     out: Path,
     card: str,
 ) -> dict[str, Any]:
-    """Write `out` in bfloat16; the folder is loaded back and compared.
+    """Write `out` in bfloat16; load it back and compare.
 
-    architecture: `late_architecture`. checkpoint: the dense model. weights: the late model's; what the config does
-    not name is left out, such as the head of a model whose head is tied: it has been frozen. Returns out, dtype, and
-    the largest difference of Transformers' logits from the plain model's. ValueError for weights that are not finite.
+    Args:
+        architecture: `late_architecture`.
+        checkpoint: the dense model.
+        weights: the late model's; those that the config does not name are left out, such as a tied
+            model's head, which was frozen.
+
+    Returns:
+        out, dtype, and the largest difference of Transformers' logits from the plain model's.
+
+    Raises:
+        ValueError: for weights that are not finite.
     """
     config = replace(checkpoint.config, **architecture)
     stored = {
@@ -66,7 +74,7 @@ def write_folder(
 
 
 def write_text_files(checkpoint: Checkpoint, folder: Path) -> None:
-    """tokenizer.json, tokenizer_config.json, and chat_template.jinja if the model has one."""
+    """Write tokenizer.json, tokenizer_config.json, and chat_template.jinja if there is one."""
     if checkpoint.tokenizer is None:
         raise ValueError("the dense model has no tokenizer.json")
     folder.mkdir(parents=True, exist_ok=True)
@@ -93,7 +101,7 @@ def special_tokens(checkpoint: Checkpoint) -> dict[str, str]:
 
 
 def token_ids(checkpoint: Checkpoint) -> dict[str, Any]:
-    """bos_token_id, eos_token_id (all that end an answer) and pad_token_id."""
+    """Return bos_token_id, eos_token_id (all that end an answer) and pad_token_id."""
     assert checkpoint.tokenizer is not None, "write_text_files refuses a model without one"
     special = {
         name: token for name, token in special_tokens(checkpoint).items() if name != "unk_token"

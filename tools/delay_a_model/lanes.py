@@ -1,7 +1,7 @@
 """A dense model cut into lanes, and layers whose outputs reach the other lanes late.
 
-Cutting changes nothing: at delay 0 every lane's stream is the dense model's. One number per layer says how late it
-is, `late` in [0, 1]: a lane adds its own partial output p_l and (1 - late) (P - p_l) of the others' at once, and
+At delay 0 every lane's stream is the dense model's. With the share `late` in [0, 1] of a layer, a
+lane adds its own partial output p_l and (1 - late) (P - p_l) of the others' at once, and
 late (P - p_l) `delay` layers later. 0 is the join PRESENT, 1 is PAST (config.py).
 
     B batch   S positions   L lanes   D hidden   V vocabulary
@@ -32,12 +32,12 @@ Streams = tuple[Tensor, Tensor | None]  # what late_streams returns
 
 
 class LateLayer(LaneformerLayer):
-    """A layer of a model with delay 0 of whose outputs the share `late` reaches the other lanes later."""
+    """A layer of a model with delay 0 whose share `late` reaches the other lanes later."""
 
     late = 0.0
 
     def adds_sum_only(self, module: int) -> bool:
-        """The training layer asks; a late share needs every lane's partial output."""
+        """Return False: a late share needs every lane's partial output."""
         return False
 
     def forward(
@@ -48,8 +48,9 @@ class LateLayer(LaneformerLayer):
         mask: Tensor | None = None,
         cache: Any = None,
     ) -> tuple[Tensor, Pair]:
-        """`delayed` and what is returned beside the streams are weighted with the share of the layer that sends."""
-        # the share is the sender's, so every output is counted once, also at the border between layers
+        """Return streams and sent outputs, which like `delayed` carry the sender's share."""
+        # the share is the sender's, so every output is counted once, also at the border between
+        # layers
         attention = self.attention(self.attention_norm(h), rope, mask, cache)
         h = join_late(h, attention, self.late, delayed[0])
         mlp = self.feed_forward(self.ffn_norm(h))
@@ -58,7 +59,7 @@ class LateLayer(LaneformerLayer):
 
 
 def join_late(h: Tensor, partial: Tensor, late: float, arrived: Tensor | None) -> Tensor:
-    """The streams with a module's own partials at once, and 1 - late of the others'; `arrived` is weighted."""
+    """Add a module's own partials and 1 - late of the others'; `arrived` is already weighted."""
     if not late and arrived is None:
         return join_lanes(h, partial, Join.PRESENT, None)
     h = join_lanes(h, partial, Join.PAST, arrived)
@@ -66,7 +67,7 @@ def join_late(h: Tensor, partial: Tensor, late: float, arrived: Tensor | None) -
 
 
 def cut(path: Path, lanes: int) -> tuple[Laneformer, Checkpoint]:
-    """A Llama-family folder or GGUF file as a model of late layers at delay 0, float32, its head untied.
+    """Load a Llama-family folder or GGUF file as late layers at delay 0, float32, head untied.
 
     ValueError for lanes that it cannot have, and for what training does not support.
     """
@@ -80,7 +81,7 @@ def cut(path: Path, lanes: int) -> tuple[Laneformer, Checkpoint]:
 
 
 def late_model(config: LaneformerConfig, weights: Mapping[str, Tensor]) -> Laneformer:
-    """The plain model with late layers; frozen."""
+    """Return the plain model with late layers; frozen."""
     with torch.device("meta"):
         model = Laneformer(config)
         model.layers = nn.ModuleList(LateLayer(config, i) for i in range(config.num_hidden_layers))
@@ -89,7 +90,7 @@ def late_model(config: LaneformerConfig, weights: Mapping[str, Tensor]) -> Lanef
 
 
 def shares(step: int, layers: int, anneal_steps: int) -> list[float]:
-    """The late share of each layer in step 1, 2, ...; one after the other grows from 0 to 1, the last one first."""
+    """Return each layer's late share in step 1, 2, ...: from 0 to 1 one by one, the last first."""
     return [min(1.0, max(0.0, step / anneal_steps - i)) for i in reversed(range(layers))]
 
 
@@ -100,23 +101,25 @@ def late_streams(
     masks: Sequence[Any],
     delay: int,
 ) -> Streams:
-    """Streams (B, S, L or 1, D) through late layers, one mask each.
+    """Run streams (B, S, L or 1, D) through late layers, one mask each.
 
-    Returns the streams, and the sum of what is still in flight to each lane, (B, S, L, D), or None.
+    Returns the streams, and the sum still in flight to each lane, (B, S, L, D), or None.
     """
     in_flight = deque([NOTHING] * max(delay, 1))
     for layer, mask in zip(layers, masks, strict=True):
         h, sent = layer(h, in_flight.popleft(), rope, mask)
         in_flight.append(sent)
-    # what is in flight after the last layer: dropped, as in a Laneformer, or flushed by one blocking sum
+    # what is in flight after the last layer: dropped, as in a Laneformer, or flushed by one
+    # blocking sum
     partials = [p for p in itertools.chain(*in_flight) if p is not None]
     others = [p.sum(2, keepdim=True) - p for p in partials]
     return h, torch.stack(others).sum(0) if others else None
 
 
 def logits_of(model: Laneformer, streams: Streams, flush: bool) -> Tensor:
-    """Logits (B, S, V) float32; after a flush all lanes are equal, so the first one stands for them."""
+    """Return logits (B, S, V) float32."""
     h, in_flight = streams
     if flush and in_flight is not None:
+        # after a flush all lanes are equal, so the first one stands for them
         h = (h + in_flight)[:, :, :1]
     return model.lm_head(h, model.norm).float()

@@ -1,6 +1,6 @@
-"""Recovery: the upper layers become late one after the other, and are distilled against themselves at delay 0.
+"""Recovery: upper layers become late one by one, distilled against themselves at delay 0.
 
-The shipped trainer does it (spec.py). Here is what it starts from, and what it leaves.
+The shipped trainer does it (spec.py); this prepares its start and runs it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from .lanes import shares
 
 
 def check(late: Late, depth: int, steps: int) -> None:
-    """ValueError for what cannot be trained in a model of `depth` layers."""
+    """Raise ValueError for what cannot be trained in a model of `depth` layers."""
     if not 1 <= late.delay <= late.first_late_layer < depth:
         raise ValueError(
             f"[late] needs 1 <= delay <= first_late_layer < {depth}, not {late.delay} and {late.first_late_layer}"
@@ -46,7 +46,7 @@ def check(late: Late, depth: int, steps: int) -> None:
 
 
 def prepare_text(late: Late, seq_len: int, checkpoint: Checkpoint, out: Path) -> Path:
-    """The lock of OUT/data: the recipe's text in the dense model's tokens, prepared if it is not there."""
+    """Return the lock of OUT/data: the recipe's text in the dense model's tokens."""
     lock = out / "data" / "phase1.lock.json"
     if not lock.exists():
         write_text_files(checkpoint, out / "tokenizer")
@@ -62,7 +62,7 @@ def prepare_text(late: Late, seq_len: int, checkpoint: Checkpoint, out: Path) ->
 
 
 def write_dense(model: Laneformer, late: Late, folder: Path) -> None:
-    """The cut model as a run folder, with the adapter that training begins with."""
+    """Write the cut model as a run folder, with the initial adapter."""
     marker = folder / "model.json"  # written last
     if marker.exists():
         return
@@ -74,7 +74,7 @@ def write_dense(model: Laneformer, late: Late, folder: Path) -> None:
 
 
 def train(flags: Sequence[str]) -> None:
-    """Start or continue the run, on one device. ValueError where it does not reach its last step."""
+    """Start or continue the run on one device; ValueError if it misses its last step."""
     command = [sys.executable, "-m", "train.supervise", "--nproc-per-node", "1", *flags]
     # in a session of its own, so that it gets one signal for a Ctrl-C: a second one kills it
     with subprocess.Popen(command, start_new_session=True) as supervisor:
@@ -89,7 +89,7 @@ def train(flags: Sequence[str]) -> None:
 
 
 def load_adapter(step: Path, config: LaneformerConfig, late: Late) -> dict[str, Tensor]:
-    """The trained adapter of a checkpoint."""
+    """Return the trained adapter of a checkpoint."""
     shapes, scales = config.tensor_shapes(), names_in_late_layers(config, late, SCALES)
     adapter = first_adapter(config, late) | {name: torch.empty(shapes[name]) for name in scales}
     dcp.load(adapter, checkpoint_id=step, no_dist=True)

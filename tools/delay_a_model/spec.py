@@ -1,7 +1,8 @@
-"""The shipped trainer for late layers (`experimental.custom_import = "tools.delay_a_model.spec"`, `[late]`).
+"""The shipped trainer for late layers (`experimental.custom_import = "tools.delay_a_model.spec"`).
 
-The teacher is the dense model's layers from `first_late_layer` on, the student starts as a copy of them; all else is
-shared and frozen, with `lora_rank` the layers' matrices too. The loss of a token is KL(teacher || student).
+The teacher is the dense model's layers from `first_late_layer` of `[late]` on, the student starts
+as a copy; all else is shared and frozen, with `lora_rank` the layers' matrices too. The loss of a
+token is KL(teacher || student).
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class CallingAttention(TitanAttention):
 
 
 class LateTitanLayer(LateLayer, TitanLayer):
-    """The trainer's modules, joined as `LateLayer` does; their matrices can have changes (adapter.py)."""
+    """The trainer's modules, joined as `LateLayer` does; their matrices can have changes."""
 
     def __init__(self, config: LaneformerConfig, layer: int):
         super().__init__(config, layer)
@@ -54,7 +55,7 @@ class LateTitanLayer(LateLayer, TitanLayer):
 
 
 class LateLaneformer(TitanLaneformer):
-    """The student; the teacher stands in a list, so that it is no part of the parameters or of a checkpoint."""
+    """The student; a list hides the teacher from the parameters and checkpoints."""
 
     def __init__(self, model_args: LateArgs):
         super().__init__(model_args)
@@ -72,8 +73,9 @@ class LateLaneformer(TitanLaneformer):
             self.layers[first:].requires_grad_()
 
     def init_weights(self, buffer_device: torch.device | None = None) -> None:  # type: ignore[override]
-        """TorchTitan's, before a checkpoint is loaded; the teacher is read here, once there is a device."""
+        """Initialise as TorchTitan does, before a checkpoint is loaded, and read the teacher."""
         super().init_weights(buffer_device)
+        # here, as there is a device now
         weights = load_weights(Path(self.late.dense, "checkpoint", "step-0"), self.config)
         teacher = late_model(self.config, weights).layers[self.late.first_late_layer :]
         self.teacher = list(teacher.to(self.norm.weight.device))
@@ -88,7 +90,10 @@ class LateLaneformer(TitanLaneformer):
     def from_embedding(
         self, embedding: Tensor, rope: Any, masks: Any, labels: Tensor | None, *unused: Any
     ) -> Tensor:
-        """Logits (B, S, V), or with labels (B, S) the KL of every token; of a label, only whether it counts matters."""
+        """Return logits (B, S, V), or with labels (B, S) the KL of every token.
+
+        Of a label, only whether it counts matters.
+        """
         first, late = self.late.first_late_layer, self.late
         lower, upper, above = self.layers[:first], self.layers[first:], masks[first:]
         # frozen, so computed once for teacher and student

@@ -91,7 +91,7 @@ def main() -> None:
 
 
 def parse_options(arguments: list[str], default: Options) -> tuple[Options, list[str]]:
-    """The launcher's own options, and the trainer's. ValueError for what is neither."""
+    """Return the launcher's options and the trainer's; ValueError for what is neither."""
     options, overrides = tyro.cli(
         Options, args=arguments, prog=PROG, default=default, return_unknown_args=True
     )
@@ -164,7 +164,7 @@ def launch(options: Options, overrides: list[str]) -> None:
 
 
 def check_parent(run: Path, config: Path, overrides: list[str]) -> None:
-    """ValueError where a new run is to start from a checkpoint that is not there."""
+    """Raise ValueError where a new run is to start from a missing checkpoint."""
     job = read_job(["--job.config_file", str(config), *overrides])
     parent = job.checkpoint.initial_load_path
     if parent and newest_saved_step(run / job.checkpoint.folder) < 0:
@@ -172,7 +172,7 @@ def check_parent(run: Path, config: Path, overrides: list[str]) -> None:
 
 
 def choose_start(options: Options) -> Start:
-    """The job file and what the new run begins with. Raises ValueError for options that do not fit together."""
+    """Return the job file and what the run begins with; ValueError for options that conflict."""
     config = options.config
     if options.phase_switch and options.decay_from:
         raise ValueError("--phase-switch and --decay-from exclude each other")
@@ -195,9 +195,7 @@ def choose_start(options: Options) -> Start:
 
 
 def folder_of(options: Options, start: Start) -> Path:
-    """--run, else the decay branch's own name, else job.dump_folder. Raises ValueError when
-    it is the parent's.
-    """
+    """Return --run, else the branch's name, else job.dump_folder; ValueError for the parent's."""
     if not start.config.is_file():
         raise ValueError(f"job file {start.config} does not exist")
     if options.run:
@@ -210,7 +208,7 @@ def folder_of(options: Options, start: Start) -> Path:
 
 
 def read_parents_cluster(options: Options) -> Cluster | None:
-    """The Slurm options of the run to start from; None without one."""
+    """Return the Slurm options of the run to start from; None without one."""
     run = options.phase_switch or (options.decay_from and run_folder(options.decay_from))
     values = (last_launch(run) or {}).get("cluster") if run else None
     if not values:
@@ -221,7 +219,8 @@ def read_parents_cluster(options: Options) -> Cluster | None:
 
 
 def refuse_second_job(run: Path) -> None:
-    """Two jobs in one run folder would overwrite each other's checkpoints."""
+    """Raise ValueError if the run folder has an unfinished job."""
+    # two jobs in one run folder would overwrite each other's checkpoints
     before = last_launch(run)
     if (
         before
@@ -238,14 +237,12 @@ def refuse_second_job(run: Path) -> None:
 
 
 def last_launch(run: Path) -> dict[str, Any] | None:
-    """The last row of launches.jsonl; None for a run that was not started by tools.launch."""
+    """Return the last row of launches.jsonl; None for a run that tools.launch did not start."""
     return next(reversed(read_lines(run / "launches.jsonl")), None)
 
 
 def read_resolved_job(run: Path) -> tuple[Path, JobSections]:
-    """The resolved job file of a run: that of its newest launch, else what its
-    workers wrote. Raises ValueError.
-    """
+    """Return a run's job file: its newest launch's, else its workers'; ValueError without one."""
     launch = last_launch(run)
     path = Path(launch["snapshot"]) / "job.toml" if launch else run / "config.toml"
     if not path.is_file():
@@ -254,14 +251,14 @@ def read_resolved_job(run: Path) -> tuple[Path, JobSections]:
 
 
 def final_checkpoint(run: Path) -> Path:
-    """The path of a run's final checkpoint, whether it exists or not."""
+    """Return the path of a run's final checkpoint, which need not exist."""
     return run / f"checkpoint/step-{read_resolved_job(run)[1].training.steps}"
 
 
 def next_phase(run: Path, config: Path) -> Start:
-    """A phase that starts from the final checkpoint of `run`, queued after its job if that has not finished.
+    """Return a phase from the final checkpoint of `run`, queued after its job if unfinished.
 
-    Raises ValueError if the checkpoint does not exist and no job will write it.
+    ValueError if the checkpoint does not exist and no job will write it.
     """
     checkpoint = final_checkpoint(run)
     job_id = (last_launch(run) or {}).get("job_id")
@@ -277,7 +274,7 @@ def next_phase(run: Path, config: Path) -> Start:
 
 
 def decay_branch(checkpoint: Path, steps: int) -> Start:
-    """Continue a copy of a run from one of its checkpoints, with a decay of the learning rate over `steps` steps."""
+    """Return a copy of a run from a checkpoint on, with the learning rate's decay over `steps`."""
     checkpoint = locate_checkpoint(checkpoint)
     run = checkpoint.parent.parent
     job_file, job = read_resolved_job(run)
@@ -291,8 +288,9 @@ def decay_branch(checkpoint: Path, steps: int) -> Start:
             f"step {at} of {run} is not in the stable part of its schedule, steps {first} to {last}; a decay starts at "
             "the full learning rate"
         )
-    # the schedule is rebuilt from the job file at every start, so numbers suffice; TorchTitan reaches
-    # the minimum one step after total_steps, so one less reaches it at the last step of the run
+    # the schedule is rebuilt from the job file at every start, so numbers suffice; TorchTitan
+    # reaches the minimum one step after total_steps, so one less reaches it at the last step of the
+    # run
     total = at + steps - 1
     overrides = [
         "--training.steps",

@@ -1,8 +1,8 @@
 """The batch script of a job, its submission, and the state of a Slurm job.
 
-The script runs on the first node, also without Slurm (`--local`). It checks the snapshot, starts the supervisor
-(train.supervise), forwards Slurm's signals to it, and requeues the job if the supervisor was stopped before the run
-was done (exit status 85 or 84).
+The script runs on the first node, also without Slurm (`--local`). It checks the snapshot, starts
+the supervisor (train.supervise), forwards Slurm's signals to it, and requeues the job if the
+supervisor was stopped before the run was done (exit status 85 or 84).
 """
 
 from __future__ import annotations
@@ -76,9 +76,10 @@ fi
 exit $code
 """
 
-# With --no-kill a job survives the loss of any node. If it is the first one, nothing leads the job any
-# more, and Slurm keeps it until its time limit (seen with 22.05). So the last node watches a heartbeat
-# file, $0, that the first one touches; its time is only compared for changes, as clocks may differ.
+# With --no-kill a job survives the loss of any node. If it is the first one, nothing leads the job
+# any more, and Slurm keeps it until its time limit (seen with 22.05). So the last node watches a
+# heartbeat file, $0, that the first one touches; its time is only compared for changes, as clocks
+# may differ.
 WATCHER = """last= still=0
 while sleep "$1"; do
   now=$(stat -c %y "$0") || continue
@@ -114,7 +115,7 @@ class Cluster:
 
 
 def check_cluster(cluster: Cluster) -> None:
-    """ValueError for numbers of nodes or times with which nothing trains."""
+    """Raise ValueError for numbers of nodes or times with which nothing trains."""
     check_ranges(Cluster, vars(cluster))
     for name in ("nodes", "gpus_per_node"):
         if not getattr(cluster, name):
@@ -128,7 +129,7 @@ def check_cluster(cluster: Cluster) -> None:
 
 
 def parse_time_s(text: str) -> float:
-    """Seconds of Slurm's M, M:S, H:M:S, D-H, D-H:M or D-H:M:S; infinity for no limit."""
+    """Return seconds of Slurm's M, M:S, H:M:S, D-H, D-H:M or D-H:M:S; infinity for no limit."""
     match = TIME.fullmatch(text)
     if text.upper() in ("UNLIMITED", "INFINITE"):
         return math.inf
@@ -146,7 +147,7 @@ def parse_time_s(text: str) -> float:
 
 
 def batch_script(snapshot: Path, run: Path, cluster: Cluster, dependency: str | None) -> str:
-    """The text of submit.sbatch. ValueError if an --env is not KEY=VALUE or looks like a secret."""
+    """Return the text of submit.sbatch; ValueError for a bad --env."""
     spares = cluster.spares or 0
     options = {
         "job-name": run.name,
@@ -177,7 +178,7 @@ def batch_script(snapshot: Path, run: Path, cluster: Cluster, dependency: str | 
 
 
 def quote_pair(pair: str) -> str:
-    """KEY=VALUE for a shell. ValueError for what is none, or looks like a secret."""
+    """Quote KEY=VALUE for a shell; ValueError for other forms and what looks like a secret."""
     key, separator, value = pair.partition("=")
     if not separator or not key.isidentifier():
         raise ValueError(f"--env {pair!r} is not KEY=VALUE")
@@ -194,7 +195,7 @@ def run_slurm(*command: str) -> subprocess.CompletedProcess[str]:
 
 
 def submit(script: Path) -> int:
-    """Submit with sbatch; returns the job id. ValueError with Slurm's message if it refuses."""
+    """Submit with sbatch; return the job id, or raise ValueError with Slurm's message."""
     outcome = run_slurm("sbatch", "--parsable", str(script))
     if outcome.returncode:
         raise ValueError(f"sbatch refused {script}: {outcome.stderr.strip()}")
@@ -202,7 +203,7 @@ def submit(script: Path) -> int:
 
 
 def job_state(job_id: int) -> str | None:
-    """PENDING, RUNNING, COMPLETED, ...; None for a job that Slurm does not know."""
+    """Return PENDING, RUNNING, COMPLETED, ...; None for a job that Slurm does not know."""
     outcome = run_slurm("scontrol", "show", "job", "-o", str(job_id))
     state = re.search(r"\bJobState=(\S+)", outcome.stdout)
     if outcome.returncode and "Invalid job id" not in outcome.stderr:

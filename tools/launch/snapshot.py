@@ -52,9 +52,13 @@ def take_snapshot(
     allow_dirty: bool,
     script: Callable[[Path], str],
 ) -> Path:
-    """Create run/snapshot/<id>/ atomically and return it. script: text of submit.sbatch for the final folder.
+    """Create run/snapshot/<id>/ atomically and return it.
 
-    Raises ValueError for a dirty tree, a job that cannot start on so many ranks, or a mixture that was edited.
+    Args:
+        script: returns the text of submit.sbatch for the final folder.
+
+    Raises:
+        ValueError: for a dirty tree, a job that cannot start on so many ranks, an edited mixture.
     """
     code = code_tree(allow_dirty)
     final = run / "snapshot" / f"{time.strftime('%Y%m%dT%H%M%S')}-{code['version']}"
@@ -98,9 +102,7 @@ def take_snapshot(
 
 
 def code_tree(allow_dirty: bool) -> dict[str, Any]:
-    """The git tree to run: HEAD's, or the working tree's with its difference from HEAD.
-    Raises ValueError if dirty.
-    """
+    """Return the git tree to run, HEAD's or the working tree's; ValueError for a dirty one."""
     if not (ROOT / ".git").exists():
         raise ValueError(
             f"{ROOT} is not a git checkout, so its code has no version; launch from a clone"
@@ -136,7 +138,7 @@ def git(*arguments: str, **variables: str) -> bytes:
 
 
 def write_interpreter(env: Path) -> None:
-    """Write a virtual environment of three files: this Python, the snapshot's code, the packages of now."""
+    """Write a virtual environment: this Python, the snapshot's code, the installed packages."""
     # an editable install adds an import hook that beats PYTHONPATH and `-P`; this has none, and
     # child processes, such as torchrun's workers, use the same interpreter
     base = Path(sys._base_executable)  # type: ignore[attr-defined]
@@ -166,9 +168,9 @@ def write_interpreter(env: Path) -> None:
 def resolve_job(
     snapshot: Path | None, run: Path, config: Path, overrides: list[str], ranks: int
 ) -> dict[str, Any]:
-    """The whole job config with absolute paths, as a snapshot's code (None: this checkout's) reads it.
+    """Return the whole job config with absolute paths, read by the snapshot's code or this checkout's.
 
-    Raises ValueError for a job that its trainer would refuse on so many ranks, with its words.
+    ValueError, with the trainer's message, for a job that it would refuse on so many ranks.
     """
     python, code = Path(sys.executable), ROOT
     if snapshot is not None:
@@ -186,7 +188,8 @@ def resolve_job(
         command, cwd=code, env=env, capture_output=True, text=True, timeout=300
     )
     if outcome.returncode:
-        # one sentence where the checks say it; else the parser's box, or what failed in its last lines
+        # one sentence where the checks say it; else the parser's box, or what failed in its last
+        # lines
         reason = outcome.stderr.rpartition("the job is refused: ")[2][-3000:]
         raise ValueError(
             f"{config} with {' '.join(overrides) or 'no overrides'} is refused:\n{reason}"
@@ -195,7 +198,7 @@ def resolve_job(
 
 
 def copy_mixture(lock_path: Path, folder: Path) -> str:
-    """Copy lock and tokenizer, link the sources; returns the mixture's fingerprint."""
+    """Copy lock and tokenizer, link the sources, return the mixture's fingerprint."""
     lock = read_lock(lock_path)
     folder.mkdir()
     shutil.copy(lock_path, folder / lock_path.name)
@@ -207,7 +210,8 @@ def copy_mixture(lock_path: Path, folder: Path) -> str:
 
 
 def packages() -> list[str]:
-    """Installed packages, one a line, as `pip freeze` writes them; without pip, which uv's environments lack."""
+    """Return installed packages, one a line, as `pip freeze` writes them."""
+    # without pip, which uv's environments lack
     lines = set()
     for package in metadata.distributions():
         origin = json.loads(package.read_text("direct_url.json") or "{}").get("url")
@@ -217,7 +221,7 @@ def packages() -> list[str]:
 
 
 def environment() -> dict[str, Any]:
-    """The machine, Python and environment variables of this launch, without variables that look like secrets."""
+    """Return machine, Python and environment variables, without those that look like secrets."""
     variables = {
         k: v
         for k, v in sorted(os.environ.items())

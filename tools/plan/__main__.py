@@ -85,7 +85,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def plan(options: Options, overrides: list[str]) -> Result:
-    """Every figure of the plan. Raises ValueError where job, mesh and GPUs do not fit each other."""
+    """Return every figure of the plan; ValueError where job, mesh and GPUs do not fit."""
     if not options.configs:
         raise ValueError("no job file given; for example configs/phase1.toml")
     taken: dict[str, float] = {}
@@ -105,7 +105,7 @@ def plan(options: Options, overrides: list[str]) -> Result:
 def plan_phase(
     options: Options, path: Path, overrides: list[str], taken: dict[str, float]
 ) -> Result:
-    """`taken`, the tokens that earlier phases took of each source, is brought up to date."""
+    """Plan one phase and add its tokens of each source to `taken`."""
 
     from tools.plan import sums
     from train.job_config import load_job
@@ -183,8 +183,9 @@ def read_sizes(titan_job: Any, gpus: int) -> sums.Job:
 
 
 def read_sources(path: Path, titan_job: Any) -> list[Result]:
-    """Name, category, weight and expected tokens (None: unknown) of each source, by the job's lock, or before there
-    is one by the recipe that the lock's folder is named after; empty where there is neither.
+    """Return name, category, weight and expected tokens (None: unknown) of each source.
+
+    From the job's lock, else from the recipe that the lock's folder is named after; else empty.
     """
     lock = Path(titan_job.mixture.lock)
     if lock.is_file():
@@ -231,7 +232,8 @@ def take_step(config: Path, overrides: list[str], titan_job: Any, world_size: in
     Raises:
         ValueError: with the end of the trainer's output.
     """
-    # widths and lanes are the job's own; one layer and a short sequence fit a CPU's memory and minutes
+    # widths and lanes are the job's own; one layer and a short sequence fit a CPU's memory and
+    # minutes
     training, seq_len = titan_job.training, 16
     flavor = LaneformerConfig.from_flavor(titan_job.model.flavor)
     vocab_size = titan_job.architecture.vocab_size or flavor.vocab_size
@@ -267,7 +269,7 @@ def take_step(config: Path, overrides: list[str], titan_job: Any, world_size: in
 
 
 def show(result: Result, console: Console) -> None:
-    """In bytes: memory of a GPU at the peak; traffic that it receives in a step, before any overlap."""
+    """Print the plan: memory of a GPU at the peak, traffic it receives in a step, in bytes."""
     for phase in result["phases"]:
         console.rule(phase["job"]["config"])
         for name, figures in phase.items():

@@ -1,4 +1,4 @@
-"""How much of each source a run needs, and the network and disk that preparing it takes, before any download.
+"""How much of each source a run needs, and the network and disk to prepare it, before any download.
 
 A recipe can take a part of a source:
 
@@ -28,17 +28,19 @@ SHARD_BYTES = 2  # of a token
 
 
 def list_files(out: Path | None) -> dict[str, list[int]]:
-    """Bytes of each file of the hub sources that are planned in a data folder."""
+    """Return the bytes of each file of the hub sources planned in a data folder."""
     planned = stage.read_plan(out)["sources"] if out is not None else {}
     hub = {name: each["units"] for name, each in planned.items() if each["kind"] == "hub"}
     return {name: [unit["bytes"] for unit in units] for name, units in hub.items()}
 
 
 def parts(sources: Sequence[Result], listed: Mapping[str, Sequence[int]]) -> list[Result]:
-    """Each source with what is needed of it, the `keep` and `files` that give it, and what that costs.
+    """Return what is needed of each source, the `keep` and `files` for it, and the cost.
 
-    sources: name, tokens_so_far (of all phases), expected_tokens, and the recipe's `files`, which stay. Those that
-    are prepared are left out, and those without expected tokens.
+    Leaves out prepared sources and those without expected tokens.
+
+    Args:
+        sources: name, tokens_so_far (of all phases), expected_tokens and the recipe's `files`.
     """
     return [
         source_part(each, listed.get(each["name"], ()))
@@ -50,8 +52,8 @@ def parts(sources: Sequence[Result], listed: Mapping[str, Sequence[int]]) -> lis
 def source_part(source: Result, sizes: Sequence[int]) -> Result:
     need, pool = source["tokens_so_far"], TOKENS_AS_COUNTED * source["expected_tokens"]
     share = min(1.0, max(need * (1 + MARGIN), MIN_TOKENS) / pool)
-    # `files` first where a source has much more than is needed, `keep` takes the rest; how many files
-    # there are is known when `python -m data_mixtures plan` has listed them
+    # `files` first where a source has much more than is needed, `keep` takes the rest; how many
+    # files there are is known when `python -m data_mixtures plan` has listed them
     files, of_files, raw = source["files"], 1.0, RAW_BYTES * source["expected_tokens"]
     if files is not None:  # whatever is listed are those files
         of_files = min(1.0, (sum(sizes) or files * FILE_BYTES) / raw)
@@ -77,7 +79,8 @@ def source_part(source: Result, sizes: Sequence[int]) -> Result:
 
 
 def totals(rows: Sequence[Result]) -> Result:
-    """Sums, and the largest disk space of docs/data.md's loop, which frees what the next stage has read."""
+    """Return sums, and the peak disk space of docs/data.md's loop."""
+    # the loop frees what the next stage has read
     stored = peak = 0.0
     for row in sorted(rows, key=working_bytes, reverse=True):
         peak = max(peak, stored + working_bytes(row))
@@ -87,15 +90,14 @@ def totals(rows: Sequence[Result]) -> Result:
 
 
 def working_bytes(row: Result) -> float:
-    """Disk space while a source is prepared: raw and documents, documents and tokens, or
-    tokens, runs and shards.
-    """
+    """Return the disk space while a source is prepared."""
     documents, tokens = row["fetched_bytes"] * row["keep"], row["shard_bytes"]
+    # raw and documents; documents and tokens; tokens, runs and shards
     return max(row["fetched_bytes"] + documents, documents + tokens, 3 * tokens)
 
 
 def toml(rows: Sequence[Result]) -> str:
-    """The tables of a recipe that take these parts."""
+    """Return the tables of a recipe that take these parts."""
     lines = []
     for key, absent in (("keep", 1.0), ("files", None)):
         given = [f"{row['name']} = {row[key]}" for row in rows if row[key] != absent]

@@ -1,7 +1,6 @@
-"""The arithmetic of a training run before it runs: tokens, FLOPs, time, memory,
-checkpoints, data, network traffic.
+"""The arithmetic of a training run: tokens, FLOPs, time, memory, checkpoints, data, traffic.
 
-Where lanes are on several ranks (`lane_ranks`), it is calculated from how they exchange; no GPU has shown it.
+Lanes on several ranks (`lane_ranks`) are calculated from their exchanges; no GPU has shown it.
 
     P parameters   L lanes   D hidden   F intermediate   V vocabulary   B local batch   S sequence
 """
@@ -26,8 +25,9 @@ USABLE = 0.92  # of a GPU's memory; the rest is CUDA's context, NCCL's buffers a
 NIC_BYTES_PER_S = 400e9 / 8  # of each GPU and direction: 400 Gbit/s
 RESTART_S = 600  # from a failure to the first step of the next attempt: an estimate
 LAYERS_IN_FLIGHT = 2  # FSDP gathers one layer while another one computes
-# streams beside the kept activations at the peak, in the last layer's backward pass: the gradient that enters
-# it, and what it holds beyond what it has freed; counted at commit 04aeaa48 by tools.bench train-traffic
+# streams beside the kept activations at the peak, in the last layer's backward pass: the gradient
+# that enters it, and what it holds beyond what it has freed; counted at commit 04aeaa48 by
+# tools.bench train-traffic
 WIDE_IN_BACKWARD = {"": 3.0, "rowwise": 2.5, "tensorwise": 3.3}  # by float8 recipe
 
 
@@ -43,8 +43,10 @@ class Cluster:
 
 @dataclass(frozen=True)
 class Job:
-    """The job settings that the sums need. `shard`, `replicate` and `lane_ranks` are the mesh: HSDP, or
-    FSDP with replicate 1, of groups of ranks that share a sequence by its lanes.
+    """The job settings that the sums need.
+
+    `shard`, `replicate` and `lane_ranks` are the mesh: HSDP, or FSDP with replicate 1, of groups of
+    ranks that share a sequence by its lanes.
     """
 
     config: LaneformerConfig
@@ -74,7 +76,7 @@ class Job:
 
 
 def check(job: Job, cluster: Cluster) -> None:
-    """ValueError when mesh, batch and cluster do not fit each other."""
+    """Raise ValueError when mesh, batch and cluster do not fit each other."""
     mesh = job.shard * job.replicate * job.lane_ranks
     if mesh != cluster.gpus:
         raise ValueError(
@@ -109,7 +111,7 @@ def tokens_per_s_at(mfu_percent: float, job: Job, gpu: Card) -> float:
 
 
 def rank_parameters(job: Job) -> Facts:
-    """Of one rank of a group, before FSDP: a layer's matrices, the head, what every rank has, total."""
+    """Count one rank's parameters before FSDP: a layer's matrices, head, common ones, total."""
     counts = job.config.parameter_count()
     layer, head = (counts[name] / job.lane_ranks for name in ("layer", "lm_head"))
     common = counts["embedding"] + (counts["norms"] if job.config.replicated_rmsn_scale else 0)
@@ -118,7 +120,7 @@ def rank_parameters(job: Job) -> Facts:
 
 
 def count_exchanges(job: Job, layer: int) -> int:
-    """Sums (B, S, D) over all lanes that a group's ranks make of a layer's outputs; none if a rank has all."""
+    """Count the sums (B, S, D) over all lanes that a group's ranks make of a layer's outputs."""
     config = job.config
     if job.lane_ranks == 1:
         return 0
@@ -131,7 +133,7 @@ def count_exchanges(job: Job, layer: int) -> int:
 
 
 def count_kept_values(job: Job, layer: int) -> float:
-    """Count the values (not bytes) of one token that a compiled layer keeps for its backward pass."""
+    """Count values (not bytes) of a token that a compiled layer keeps for its backward pass."""
     config = job.config
     d, wide = config.hidden_size, config.num_lanes * config.hidden_size / job.lane_ranks
     sums = count_exchanges(job, layer) * d
@@ -152,7 +154,7 @@ def count_kept_values(job: Job, layer: int) -> float:
 
 
 def memory(job: Job) -> dict[str, float]:
-    """Bytes on one GPU at the peak: states exactly, gathers and activations as estimated."""
+    """Return bytes on one GPU at the peak: states exactly, gathers and activations as estimated."""
     config, counts = job.config, rank_parameters(job)
     micro = job.local_batch * job.seq_len
     stream = micro * config.hidden_size * job.param_bytes
@@ -190,7 +192,7 @@ def memory(job: Job) -> dict[str, float]:
 
 
 def largest_local_batch(job: Job, gpu: Card) -> int:
-    """The largest power of two up to 64 whose step fits the GPU, 0 if not even one sequence does."""
+    """Return the largest power of two up to 64 whose step fits the GPU; 0 if none does."""
     used = {
         n: memory(dataclasses.replace(job, local_batch=n))["total"]
         for n in (1, 2, 4, 8, 16, 32, 64)
@@ -199,7 +201,7 @@ def largest_local_batch(job: Job, gpu: Card) -> int:
 
 
 def checkpoints(job: Job, cluster: Cluster) -> Facts:
-    """Size, cadence, storage under retention, and what a failure costs on average."""
+    """Return size, cadence, storage under retention, and the average cost of a failure."""
     full_bytes = BYTES_PER_PARAMETER * job.config.parameter_count()["total"]
     step_s = compute(job, cluster)["step_s"]
     interval = job.checkpoint_interval
@@ -220,7 +222,7 @@ def checkpoints(job: Job, cluster: Cluster) -> Facts:
 
 
 def traffic(job: Job, cluster: Cluster) -> Facts:
-    """Bytes that a GPU receives in one step, by collective, and the seconds of each."""
+    """Return bytes that a GPU receives in one step, by collective, and the seconds of each."""
     counts, group, shard, replicate = rank_parameters(job), job.lane_ranks, job.shard, job.replicate
     # shards exchange in every micro-batch, replicas once a step; the head is gathered once
     gathers = 2 * counts["total"] - counts["lm_head"] if job.reshard else counts["total"]
@@ -238,7 +240,8 @@ def traffic(job: Job, cluster: Cluster) -> Facts:
     # each byte once and its NICs share the work
     outside = within / others * (nodes - 1) / nodes if nodes > 1 and shard > 1 else 0.0
     nic = all_reduce + outside / min(shard, in_node)
-    # a layer's sums, forward and backward, and the gradients of what every lane has; each an all-reduce
+    # a layer's sums, forward and backward, and the gradients of what every lane has; each an
+    # all-reduce
     stream = job.local_batch * job.seq_len * job.config.hidden_size * job.param_bytes
     ring = 2 * (group - 1) / group
     layers = [

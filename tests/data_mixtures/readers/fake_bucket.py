@@ -1,4 +1,4 @@
-"""A bucket of one's own, like Software Heritage's: /content/SHA1 is the gzip-compressed object, or 404."""
+"""A local bucket like Software Heritage's: /content/SHA1 is the gzip-compressed object, or 404."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from tests.data_mixtures.served import Served
 
 
 class FakeBucket(Served):
-    """`with FakeBucket(contents) as bucket:` serves at bucket.url; bucket.asked counts the requests by sha1.
+    """`with FakeBucket(contents) as bucket:` serves at bucket.url; bucket.asked counts by sha1.
 
-    flaws: what a sha1 is answered with before its object, in order: a status, or bytes in its place. slow_s:
-    seconds that every answer takes. down: 503 to all.
+    flaws: answers to a sha1 before its object, in order: a status, or bytes. slow_s: seconds of
+    every answer. down: 503 to all.
     """
 
     def __init__(self, contents: list[bytes], slow_s: float = 0.0) -> None:

@@ -1,4 +1,4 @@
-"""Contents by sha1: each is asked for once, failures are tried again, what came is kept through kills."""
+"""Tests of contents by sha1: one request each, retries of failures, kept through kills."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Plan and fetch from a hub, by the commands: revisions, pages of files, hashes, gates, and
-transfers that go wrong.
-"""
+"""Tests of plan and fetch from a hub: revisions, pages, hashes, gates, failing transfers."""
 
 from __future__ import annotations
 
@@ -30,7 +28,8 @@ def hub(tmp_path):
 
 
 def run_command(hub: FakeHub, name: str, path: Path, *more: str, token: str = "") -> list[str]:
-    """The command in a process of its own, since huggingface_hub reads its address once; the lines of its error."""
+    """Run the command in its own process; return the lines of its error."""
+    # huggingface_hub reads its address once
     env = {
         key: value for key, value in os.environ.items() if not key.startswith(("HF_", "HUGGING"))
     }

@@ -1,6 +1,4 @@
-"""Files of one's own: which in which order, caps, what text comes of them, and the named
-reasons why none does.
-"""
+"""Tests of local files: their order, caps, text, and the named reasons for no text."""
 
 import bz2
 import codecs
@@ -50,7 +48,7 @@ def test_a_binary_file_gives_a_reason(tmp_path):
 
 @pytest.mark.parametrize("suffix", ["", ".zst"])
 def test_a_text_that_is_too_large_is_counted_and_not_read(suffix, tmp_path, monkeypatch):
-    """Arrow ends at 2 GiB with an error that names no file."""
+    # Arrow ends at 2 GiB with an error that names no file
     monkeypatch.setattr(local, "LARGEST_BYTES", 1000)
     large, fits = (tmp_path / f"{name}{suffix}" for name in ("large", "fits"))
     for path, raw in ((fits, b"x" * 1000), (large, b"x" * 1001)):
@@ -92,7 +90,7 @@ def test_what_is_packed_is_whole_or_damaged(suffix, tmp_path):
 
 
 def test_a_window_that_is_too_long_says_how_to_unpack_the_file(tmp_path):
-    """`zstd --long=31` of a stream: its frame asks for 2 GiB, which the tool itself refuses by default."""
+    # `zstd --long=31` of a stream asks for 2 GiB, which the tool itself refuses by default
     path = tmp_path / "a.jsonl.zst"
     # magic, a frame header with a window of 2 GiB (exponent 21 over 1 KiB), an empty last block
     path.write_bytes(b"\x28\xb5\x2f\xfd\x00" + bytes([21 << 3]) + b"\x01\x00\x00")
@@ -151,7 +149,7 @@ def test_a_wrong_line_is_counted_with_its_place(line, reason, example, tmp_path)
 
 @pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-32"])
 def test_a_file_of_another_encoding_gives_no_text_and_is_refused_at_the_start(encoding, tmp_path):
-    """`json.loads` of bytes guesses per line: lines behind the first then decode to other characters."""
+    # `json.loads` of bytes guesses per line: later lines then decode to other characters
     path, dropped = tmp_path / "a.jsonl", local.Dropped()
     path.write_bytes(('{"text": "日本語の文章です"}\n' * 40).encode(encoding))
     assert texts(LINES, path, dropped=dropped) == []

@@ -1,5 +1,4 @@
-"""A hub of one's own: the endpoints that huggingface_hub asks for a dataset, over a folder laid
-out as a mirror.
+"""A local hub: the endpoints that huggingface_hub asks for a dataset, over a mirror's folder.
 
     /api/datasets/REPO/auth-check, /revision/REV, /tree/REV[/FOLDER] (in pages
     of two), /datasets/REPO/resolve/REV/PATH
@@ -73,7 +72,7 @@ def refusal(status: int, code: str) -> tuple[dict[str, str], int, dict[str, str]
 
 
 def list_files(repo: Path, below: str) -> Response:
-    """A page of the entries of a folder, with the address of the next one."""
+    """Return a page of a folder's entries, with the address of the next one."""
     recursive = request.args.get("recursive")
     paths = (repo / below).rglob("*") if recursive == "True" else (repo / below).iterdir()
     entries = [describe(repo, path) for path in sorted(paths)]

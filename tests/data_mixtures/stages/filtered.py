@@ -1,6 +1,4 @@
-"""Raw units for tests of the stages after fetch: a plan and raw Parquet files with receipts,
-from lists of texts.
-"""
+"""Raw units from lists of texts: a plan and Parquet files with receipts, as `fetch` leaves them."""
 
 import shutil
 from collections.abc import Iterable
@@ -26,7 +24,7 @@ def make_unit_folder(out: Path, name: str, unit: stage.Unit) -> Path:
 
 
 def write_receipt(folder: Path, counts: dict[str, Any]) -> None:
-    """Of a unit whose files are there, as `stage.do` writes it."""
+    """Write the receipt of a unit whose files exist, as `stage.do` does."""
     files = {
         path.name: stage._entry(path) for path in folder.iterdir() if path.name != stage.RECEIPT
     }
@@ -34,7 +32,7 @@ def write_receipt(folder: Path, counts: dict[str, Any]) -> None:
 
 
 def text_column(texts: list[Any], kind: pa.DataType) -> pa.Array:
-    """The same bytes whatever the type, unchecked, as a broken writer leaves them."""
+    """Return a column of the same bytes for any type, unchecked, as a broken writer leaves them."""
     array = pa.array(
         [text.encode() if isinstance(text, str) else text for text in texts], pa.binary()
     )
@@ -44,9 +42,9 @@ def text_column(texts: list[Any], kind: pa.DataType) -> pa.Array:
 
 
 def write_raw(out: Path, texts: Texts, kind: pa.DataType | None = None, **entry: str) -> None:
-    """DIR/plan.json and DIR/fetch of sources with the texts, or the columns, of each unit.
+    """Write DIR/plan.json and DIR/fetch from the texts, or columns, of each source's units.
 
-    kind: the type of the texts; entry: more of the plan of each unit.
+    kind: the type of the texts; entry: more fields of each unit's plan.
     """
     sources = {}
     for source, units in texts.items():
@@ -65,7 +63,7 @@ def write_raw(out: Path, texts: Texts, kind: pa.DataType | None = None, **entry:
 
 
 def do_all(done: Any) -> int:
-    """All units that are not done, one after the other; returns how many."""
+    """Do all units that are not done, in order; return how many."""
     todo = [unit for unit in done.units() if not stage.is_done(done, unit)]
     for unit in todo:
         stage.do(done, unit)

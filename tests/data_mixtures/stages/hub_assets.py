@@ -1,6 +1,4 @@
-"""Parquet files as the hub's datasets have them, in a folder laid out as a mirror, and
-recipes that name them.
-"""
+"""Parquet files like the hub's, in a mirror's layout, and recipes that name them."""
 
 from __future__ import annotations
 
@@ -34,7 +32,7 @@ expected_tokens_b = 0.001
 
 
 def recipe(folder: Path, *sources: dict[str, str], more: str = "") -> Path:
-    """A recipe whose sources have these values of SOURCE, all with the same weight."""
+    """Write a recipe of sources with these values of SOURCE, all of the same weight."""
     base = {"repo": REPO, "revision": "abcdef0", "configs": '["4plus"]', "more": ""}
     tables = [SOURCE.format(**{**base, **source}) for source in sources]
     weights = "\n".join(["[phase1]", *(f"{source['name']} = 1" for source in sources)])
@@ -44,7 +42,7 @@ def recipe(folder: Path, *sources: dict[str, str], more: str = "") -> Path:
 
 
 def write_parquet(path: Path, first: int, count: int = 40, column: str = "text") -> None:
-    """Rows with an id, some text of their own, and a struct beside it."""
+    """Write rows with an id, text of their own, and a struct."""
     path.parent.mkdir(parents=True, exist_ok=True)
     numbers = range(first, first + count)
     texts = [
@@ -64,7 +62,7 @@ def _word(number: int) -> str:
 
 
 def write_mirror(root: Path) -> None:
-    """Two folders, the name of one the beginning of the other's, and one with an unknown layout."""
+    """Write two folders, one name a prefix of the other's, and one with an unknown layout."""
     for number in range(3):
         write_parquet(root / REPO / f"4plus/part_{number:06d}.parquet", 100 * number)
     write_parquet(root / REPO / "4plus_MIND/part_000000.parquet", 5000)

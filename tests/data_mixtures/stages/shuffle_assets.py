@@ -1,4 +1,4 @@
-"""Units as the stages before write them, of made-up texts, and the plain in-memory way to the same shards."""
+"""Made-up units as the earlier stages write them, and an in-memory reference of the shards."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def plan_of(
 
 
 def texts_of(count: int, seed: int = 0, repeats: int = 4) -> list[str]:
-    """Texts of 1 to 60 characters; about every `repeats`-th one occurred before."""
+    """Return texts of 1 to 60 characters; about every `repeats`-th one occurred before."""
     draw = random.Random(seed)
     texts: list[str] = []
     for i in range(count):
@@ -78,7 +78,7 @@ def origin_of(text: str) -> str:
 
 
 def write_tokens(folder: Path, texts: Sequence[str]) -> dict[str, Any]:
-    """Documents in the order of their keys, with a token for each byte; returns their counts."""
+    """Write documents in the order of their keys, one token per byte; return their counts."""
     ids = [xxhash.xxh3_128_digest(text.encode()) for text in texts]
     lengths = np.array([len(tokens_of(text)) for text in texts], "<u4")
     parts = {
@@ -101,7 +101,7 @@ def write_tokens(folder: Path, texts: Sequence[str]) -> dict[str, Any]:
 
 
 def split(texts: Sequence[str], units: int) -> tuple[tuple[str, ...], ...]:
-    """The texts in so many parts of unequal size."""
+    """Split the texts into so many parts of unequal size."""
     cuts = [len(texts) * i * i // units**2 for i in range(units + 1)]
     return tuple(tuple(texts[a:b]) for a, b in pairwise(cuts))
 
@@ -137,7 +137,7 @@ def run_shuffle(out: Path, plan: Recipe, texts: dict[str, Sequence[str]], units:
 
 
 def select(texts: Iterable[str], plan: Recipe) -> tuple[dict[int, str], list[int], list[int]]:
-    """Texts by their hash, and the hashes of training and held-out documents in their order."""
+    """Return texts by hash, and the ordered hashes of training and of held-out documents."""
     unique: dict[int, str] = {}
     for text in texts:
         unique.setdefault(xxhash.xxh3_128_intdigest(text.encode()), text)
@@ -158,9 +158,7 @@ def unique_train(texts: Iterable[str], plan: Recipe) -> list[str]:
 
 
 def in_memory(texts: Sequence[str], plan: Recipe) -> dict[str, bytes]:
-    """The reference: every text and token in memory at once; the bytes of every file,
-    the document index unpacked.
-    """
+    """Return the bytes of every file by the in-memory reference, the document index unpacked."""
     unique, train, valid = select(texts, plan)
     files = {}
     for name, digests in (("train", train), ("valid", valid)):
@@ -190,7 +188,7 @@ def in_memory(texts: Sequence[str], plan: Recipe) -> dict[str, bytes]:
 
 
 def read_written(out: Path, source: str) -> dict[str, bytes]:
-    """The files that `shuffle` wrote, the document indexes unpacked, in the form of `in_memory`."""
+    """Return the files that `shuffle` wrote, in the form of `in_memory`."""
     files = {}
     for path in sorted((out / "shuffle" / source).glob("unit-*/*")):
         if path.name.endswith(".docs.zst"):
@@ -210,7 +208,7 @@ def read_json(path: Path) -> Any:
 
 
 def write_counts(out: Path, source: str, texts: Sequence[Sequence[str]], lie: int = 0) -> None:
-    """What `fetch` and `filter` leave for the manifest: counts, of which `lie` makes those of the filter wrong."""
+    """Write the counts of `fetch` and `filter`; `lie` is added to the filter's `read`."""
     for number, part in enumerate(texts):
         unit = Unit(source, number)
         fetched = {"dropped": {"not_utf8": 1} if number == 0 else {}}
@@ -225,7 +223,7 @@ def write_counts(out: Path, source: str, texts: Sequence[Sequence[str]], lie: in
 def prepare_texts(
     out: Path, plan: Recipe, texts: dict[str, Sequence[str]], units: int = 2, replace: bool = False
 ) -> Path:
-    """All stages from fetch to manifest over these texts."""
+    """Run all stages from fetch to manifest over these texts."""
     for source, given in texts.items():
         write_counts(out, source, split(given, units))
     run_shuffle(out, plan, texts, units)
@@ -236,7 +234,7 @@ def prepare_texts(
 
 @functools.cache
 def tokenizer_model() -> bytes:
-    """A sentencepiece model with the conventions of the project; its pieces are not those of tokens_of."""
+    """Return a sentencepiece model with the project's conventions; tokens_of has other pieces."""
     lines = ["some words to learn from, 1 2 3"] * 20
     return tokenizer.train(
         lines, TokenizerTraining(vocab_size=300, train_bytes=1000, character_coverage=1.0)

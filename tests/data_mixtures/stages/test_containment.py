@@ -1,4 +1,4 @@
-"""Held-out documents whose text stands in training leave validation, by a plain reference; training stays."""
+"""Tests that held-out documents contained in training leave validation; training stays."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def find_contained(out: Path, texts: Texts, wanted: recipe.Recipe) -> list[str]:
 
 
 def plain_rule(texts: Texts, wanted: recipe.Recipe) -> list[str]:
-    """Half of the distinct 13-grams of a held-out document, in documents of training together."""
+    """Apply the rule: half of a held-out document's distinct 13-grams are in training documents."""
 
     def grams(text: str) -> set[tuple[str, ...]]:
         parts = text.split()
@@ -107,7 +107,6 @@ def test_without_held_out_documents_there_is_nothing_to_do(tmp_path, nothing):
 
 
 def test_training_bytes_are_the_same_with_and_without(recipe_path, tmp_path):
-    """The whole chain: what leaves is counted, and shards of training do not change."""
     wanted = make_recipe(["sums"])
     texts = [
         json.loads(line)["text"] for line in (tmp_path / "sums.jsonl").read_text().splitlines()

@@ -1,4 +1,4 @@
-"""Decontamination against a plain reference, on planted passages, near misses and boilerplate."""
+"""Tests of decontamination against a plain reference, on passages, near misses, boilerplate."""
 
 import gzip
 import json
@@ -63,7 +63,7 @@ TEXT = st.lists(st.sampled_from(VOCABULARY), max_size=40).map(" ".join) | st.tex
     window=st.sampled_from([16, 64, 1 << 16]),
 )
 def test_equal_to_the_reference(items, texts, plant, window):
-    """Whatever the batches: parts of passages stand in some texts, and texts are longer than a window."""
+    # parts of passages are in some texts, and texts are longer than a window
     passages = [passage for item in items for passage in item]
     for number, start, size in plant:
         if passages and texts:

@@ -1,4 +1,4 @@
-"""Near copies: bands are datatrove's, no two documents that stay share one, and no held-out text is trained on."""
+"""Tests of near copies: bands as datatrove's, no two kept documents share one, no held-out text."""
 
 import itertools
 import random
@@ -20,7 +20,7 @@ Texts = dict[str, list[list[str]]]
 
 
 def texts_of(seed: int, families: int, copies: int) -> list[str]:
-    """Families of texts of 120 words, of which a copy has up to 20 others."""
+    """Return families of texts of 120 words, whose copies differ in up to 20 words."""
     draw = random.Random(seed)
     texts = []
     for _ in range(families):
@@ -44,7 +44,7 @@ def flat(texts: Texts) -> list[str]:
 
 
 def deduplicate(out: Path, texts: Texts, wanted: recipe.Recipe) -> Texts:
-    """What stays, by source and unit."""
+    """Return what stays, by source and unit."""
     run_filter(out, texts, wanted)
     for kind in STAGES:
         do_all(kind(wanted, out, tuple(texts)))
@@ -71,7 +71,7 @@ def bands_of(text: str, wanted: recipe.Recipe) -> set[int]:
 
 
 def find_remaining(texts: Texts, wanted: recipe.Recipe) -> list[str]:
-    """The rule in memory: who comes first in every one of its bands, held-out documents before all others."""
+    """Return the texts that come first in each of their bands, held-out documents before others."""
     given = flat(texts)
     bands = [bands_of(text, wanted) for text in given]
     firsts: dict[int, int] = {}
@@ -82,7 +82,7 @@ def find_remaining(texts: Texts, wanted: recipe.Recipe) -> list[str]:
 
 
 def datatrove_pairs(folder: Path, texts: list[str], wanted: recipe.Dedup) -> set[tuple[int, int]]:
-    """The pairs that datatrove's own steps find with the same words and hash function."""
+    """Return the pairs that datatrove's own steps find with the same words and hash function."""
     from datatrove.data import Document
     from datatrove.pipeline.dedup import MinhashDedupBuckets, MinhashDedupSignature
     from datatrove.pipeline.dedup.minhash import MinhashConfig
@@ -105,12 +105,12 @@ def datatrove_pairs(folder: Path, texts: list[str], wanted: recipe.Dedup) -> set
 
 
 def test_bands_are_those_of_datatrove(tmp_path):
-    """It lists a chain of pairs a band, whose ends are the documents that share it."""
     texts, wanted = list(dict.fromkeys(texts_of(1, 60, 6))), with_dedup(["a"])
     of_band = defaultdict(list)
     for i, text in enumerate(texts):
         for band in bands_of(text, wanted):
             of_band[band].append(i)
+    # datatrove lists a chain of pairs a band, whose ends are the documents that share it
     ours = {pair for members in of_band.values() for pair in itertools.pairwise(members)}
     assert len(ours) > 50
     assert ours == {tuple(sorted(pair)) for pair in datatrove_pairs(tmp_path, texts, wanted.dedup)}

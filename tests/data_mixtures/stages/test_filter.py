@@ -1,4 +1,4 @@
-"""The filter stage: what stays, what is counted, and the bytes it writes."""
+"""Tests of the filter stage: what stays, what is counted, and the bytes it writes."""
 
 import json
 from dataclasses import replace
@@ -44,7 +44,7 @@ def recipe_with(out: Path, sources=("notes",), **limits):
 
 
 def documents(done: filter.Filter, number: int = 0):
-    """The table of a unit, its counts, and its folder."""
+    """Return the table of a unit, its counts, and its folder."""
     folder, receipt = stage.result(done.out, "filter", stage.Unit("notes", number))
     return pq.read_table(folder / stage.DOCUMENTS), receipt["counts"], folder
 
@@ -111,7 +111,7 @@ def test_a_missing_column_and_a_file_without_rows(out):
 
 
 def filter_parquet(out: Path, columns: dict[str, list], **entry: str) -> filter.Filter:
-    """The filter of one unit that was copied as it is, done; `entry` is added to its plan."""
+    """Filter one unit that was copied unchanged; `entry` is added to its plan."""
     write_raw(out, {"notes": [columns]}, **{"kind": "parquet", "text_column": "text", **entry})
     done = filter.Filter(make_recipe(["notes"], max_chars=20_000), out, ("notes",))
     do_all(done)

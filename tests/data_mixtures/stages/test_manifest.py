@@ -1,4 +1,4 @@
-"""The manifest: published whole, by links, reused when nothing changed, with every document accounted for."""
+"""Tests of the manifest: published whole, reused if unchanged, every document counted."""
 
 from __future__ import annotations
 
@@ -46,7 +46,8 @@ def test_files_and_fields(data):
         assert content["documents"] == content["kept"] == len(unique)
         assert content["bytes"] == sum(len(text.encode()) for text in unique)
         assert content["tokens"] == content["bytes"] + 2 * len(unique)
-        # beside real counts of documents, the made-up ones of write_counts: 1 of fetch, 2 a unit of the filter
+        # beside real counts of documents, the made-up ones of write_counts: 1 of fetch, 2 a unit of
+        # the filter
         made_up = {"contaminated": 2, "not_utf8": 1, "too_short": 2}
         assert content["dropped"] == {**made_up, "duplicate": len(texts) - len(unique)}
         text_of, train, _ = select(texts, TWO_SOURCES)

@@ -1,4 +1,4 @@
-"""Ray on a real cluster of two raylets on this machine: one is killed, a unit fails, a worker dies each time."""
+"""Tests of Ray on two local raylets: one is killed, a unit fails, a worker dies each time."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ RAY = Options(kind="ray", workers=0)
 
 @pytest.fixture
 def cluster(monkeypatch):
-    """The nodes of a cluster, with one CPU each; the second can be killed."""
+    """Start a cluster of nodes with one CPU each; the second can be killed."""
     monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
     ray = pytest.importorskip("ray")
     from ray.cluster_utils import Cluster

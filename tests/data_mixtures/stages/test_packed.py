@@ -1,4 +1,4 @@
-"""Best-fit packing: shards are those of a plain reference, whatever units and runs; nothing is lost, all is checked."""
+"""Tests that best-fit packed shards equal a plain reference for any units and runs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PLAN = dataclasses.replace(plan_of(seq_len=48, windows_per_shard=20), packing="b
 
 
 def reference(texts: list[str]) -> dict[str, packing.Packed]:
-    """The files of windows, from all texts in memory."""
+    """Return the files of windows, from all texts in memory."""
     unique, train, valid = select(texts, PLAN)
     files, at, parts = {}, 0, dict[str, list[int]]()
     for digest in train:

@@ -1,4 +1,4 @@
-"""Steps of the filter by name: what they drop and change, what they need, and what is refused."""
+"""Tests of the filter's steps: what they drop, change, need, and refuse."""
 
 from contextlib import suppress
 from dataclasses import replace
@@ -32,7 +32,7 @@ def run(step, text: str = PROSE):
 
 
 def filter_texts(out: Path, texts: list[str], of_recipe: tuple, **of_source):
-    """The table, the counts and the stage of a filter with these steps."""
+    """Return the table, the counts and the stage of a filter with these steps."""
     recipe = make_recipe(["notes"], steps=of_recipe)
     sources = (replace(recipe.sources[0], **of_source),)
     recipe = replace(recipe, sources=sources)

@@ -1,4 +1,4 @@
-"""Repeated n-grams of tokens: exactly the documents that the plain rule finds, wherever the run lies."""
+"""Tests that repeated n-grams of tokens find exactly the documents of the plain rule."""
 
 import numpy as np
 import pytest
@@ -7,7 +7,7 @@ from data_mixtures.stages.documents import MAX_PERIOD, TIMES, with_repeats
 
 
 def plainly(document: list[int]) -> bool:
-    """Whether some 1 to 13 tokens stand 32 times in a row."""
+    """Return whether some 1 to 13 tokens occur 32 times in a row."""
     return any(
         document[i : i + period] * TIMES == document[i : i + period * TIMES]
         for period in range(1, MAX_PERIOD + 1)

@@ -1,4 +1,4 @@
-"""Units on processes of this machine: what is done, what is done again, and what becomes of workers that die."""
+"""Tests of units on local processes: what is done, what is repeated, and workers that die."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ def toy(tmp_path):
 
 
 def results(toy: Toy) -> dict[str, bytes]:
-    """Every file of the stage; what is not finished, and the logs, are not part of it."""
+    """Return every finished file of the stage, without logs."""
     folder = toy.out / toy.name
     paths = (path for path in sorted(folder.rglob("*")) if path.is_file())
     return {str(path.relative_to(folder)): path.read_bytes() for path in paths}
 
 
 def start(toy: Toy) -> subprocess.Popen:
-    """The stage in a process of its own."""
+    """Start the stage in its own process."""
     command = [
         sys.executable,
         "-m",
@@ -48,7 +48,8 @@ def start(toy: Toy) -> subprocess.Popen:
 
 
 def wait_for(condition: Callable[[], object], what: str) -> None:
-    """A poll of a state; a limit that only a hang reaches, on however slow a machine."""
+    """Poll until the condition holds."""
+    # a limit that only a hang reaches, on however slow a machine
     deadline = time.monotonic() + 600
     while not condition():
         assert time.monotonic() < deadline, f"waited for {what}"
@@ -60,7 +61,7 @@ def count_receipts(toy: Toy) -> int:
 
 
 def family_at_work(toy: Toy, process: subprocess.Popen, at_units: set[str]) -> list[psutil.Process]:
-    """The processes of the stage, once its workers wait in these units."""
+    """Return the stage's processes, once its workers wait in these units."""
 
     def read_claims() -> set[str]:
         return {claim.read_text() for claim in (toy.out / ".logs" / toy.name / "workers").glob("*")}
@@ -107,10 +108,10 @@ KILLED = r"worker at b/unit-00004 was killed \(exit status -9.*run the same comm
     ],
 )
 def test_a_failing_unit_is_named_and_leaves_nothing(toy, workers, fault, error, message):
-    """And a worker that is killed is an error, not a hang."""
     (toy.faults / "4").write_text(fault)
     with pytest.raises(error, match=message):
         run(toy, Options(workers=workers))
+    # a killed worker is an error, not a hang
     if fault == "kill":
         assert "about to be killed" in (toy.out / ".logs/toy/workers.log").read_text()
     assert not list(toy.out.rglob("*.partial"))

@@ -1,6 +1,4 @@
-"""Runs, order and shuffle: the bytes of the in-memory way, whatever the units, runs, ranges and
-pieces; damage and what is missing by name.
-"""
+"""Tests that runs, order and shuffle give the in-memory bytes for any sizes, and name damage."""
 
 from __future__ import annotations
 
@@ -32,7 +30,7 @@ STAGES = (sorted_runs.Runs, shuffle.OrderDocuments, shuffle.WriteShards)
 
 
 def set_sizes(patch: pytest.MonkeyPatch, documents=13, read=200, copied=100, block=16) -> None:
-    """Ranges and pieces so small that a few texts need many of them."""
+    """Make ranges and pieces so small that a few texts need many of them."""
     patch.setattr(sorted_runs, "RUNS", 3)
     patch.setattr(sorted_runs, "DOCUMENTS_PER_RANGE", documents)
     for name, size in (("READ_BYTES", read), ("COPY_BYTES", copied), ("BLOCK_BYTES", block)):
@@ -69,7 +67,7 @@ def run_all(stages: list[stage.Stage]) -> None:
 def test_bytes_are_those_of_the_in_memory_way_for_any_sizes(
     texts, units, seq_len, windows_per_shard, documents, read, copied, block, dtype
 ):
-    """Of more than 3 units, pairs are merged to runs; origins of documents are compared too."""
+    # of more than 3 units, pairs are merged to runs; origins of documents are compared too
     texts += [f"{i}" for i in range(60)]  # enough for a window of each part
     plan = plan_of(("notes",), seq_len, windows_per_shard)
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:

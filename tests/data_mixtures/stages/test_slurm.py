@@ -1,6 +1,4 @@
-"""Ray on a real Slurm of virtual nodes, by the script that ships: both nodes of a job work, and the bytes are those
-of one process.
-"""
+"""Test of the shipped Ray script on a real Slurm: both nodes work, bytes as of one process."""
 
 from __future__ import annotations
 

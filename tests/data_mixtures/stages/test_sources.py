@@ -1,6 +1,4 @@
-"""Plan and fetch, from a mirror and from local files: what will be read, what came, and all
-that can be wrong.
-"""
+"""Tests of plan and fetch, from a mirror and from local files, and of all errors."""
 
 from __future__ import annotations
 
@@ -106,7 +104,7 @@ def test_a_plan_is_kept_and_extended(tmp_path, mirror):
 
 
 def test_a_local_mirror_is_linked_and_any_other_is_copied(tmp_path, mirror, monkeypatch):
-    """What is a symbolic link, as in the cache of the Hugging Face hub, is linked to what it names."""
+    # a symbolic link, as in the Hugging Face hub's cache, is linked to its target
     path, blob = recipe(tmp_path, {"name": "exact"}), mirror / "blob"
     linked_file = mirror / REPO / "4plus/part_000001.parquet"
     linked_file.rename(blob)
@@ -160,7 +158,7 @@ def test_a_damaged_file_is_refused_and_the_next_start_goes_on(tmp_path, mirror, 
 
 
 def test_what_may_pass_is_tried_again():
-    """Transfers that go wrong are: test_hub."""
+    # transfers that go wrong: test_hub
     again = [
         ConnectionResetError(),
         TimeoutError(),

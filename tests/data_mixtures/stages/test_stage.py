@@ -1,4 +1,4 @@
-"""Keys of units: the format of a stage decides, not its code. What each stage makes is held by hashes here."""
+"""Tests of unit keys: a stage's format decides, not its code; hashes here fix its output."""
 
 from __future__ import annotations
 
@@ -71,8 +71,8 @@ NASTY = [
     "so so " * 60,
     "日本語の文章です。" * 5,
 ]
-# by stage and format. A digest that differs: results are others than those of the format before, so raise it in
-# stage.FORMATS, which makes units again, and replace the digest here
+# by stage and format. A digest that differs: results are others than those of the format before, so
+# raise it in stage.FORMATS, which makes units again, and replace the digest here
 GOLDEN = {
     ("fetch", 1): "e81ea2312baab482",
     ("filter", 1): "1b3d5c1869a52e2f",
@@ -90,7 +90,7 @@ GOLDEN = {
 
 
 def write(folder: Path) -> Path:
-    """A recipe and its files: 40 documents each, some of them awkward."""
+    """Write a recipe and its files: 40 documents each, some of them awkward."""
     plain = [f"{n} " + " ".join(WORDS[(n * k) % 12] for k in range(3 + n)) for n in range(26)]
     texts = (
         [text for pair in zip(NASTY, plain[:14], strict=True) for text in pair]
@@ -119,8 +119,9 @@ def write(folder: Path) -> Path:
 
 
 def digest(out: Path, name: str) -> str:
-    """Of what a stage made, by content: rows of Parquet, whose bytes vary with pyarrow, and else bytes."""
+    """Return the hash of a stage's output by content."""
     whole = hashlib.sha256()
+    # rows of Parquet, whose bytes vary with pyarrow; else bytes
     for path in sorted((out / name).rglob("unit-*/*")):
         if path.name == stage.RECEIPT:
             counts = json.loads(path.read_text())["counts"]
@@ -143,7 +144,7 @@ def digest(out: Path, name: str) -> str:
 
 
 def units_done(folder: Path) -> dict[str, int]:
-    """How many units of each stage are made by preparing folder/in in folder/out."""
+    """Count the units of each stage made by preparing folder/in in folder/out."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sorted_runs, "RUNS", 1)  # two units of a source are one run
         printed = prepare_folder(folder / "in/recipe.toml", folder / "out", replace=True)

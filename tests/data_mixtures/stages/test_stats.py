@@ -1,4 +1,4 @@
-"""Statistics: counted again by hand, from the texts."""
+"""Tests of statistics, counted again from the texts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tokenize stage and the tokenizer's training: order, counts, and independence of units."""
+"""Tests of the tokenize stage and tokenizer training: order, counts, no effect of units."""
 
 import json
 import random
@@ -76,7 +76,7 @@ def test_documents_in_shuffled_order_with_their_tokens(tmp_path, monkeypatch):
 
 
 def place(text: str, seed: int) -> tuple[int, int]:
-    """The order of a source, by its definition."""
+    """Return the order of a source, by its definition."""
     digest = xxhash.xxh3_128_intdigest(text.encode())
     return xxhash.xxh3_64_intdigest((digest % 2**64).to_bytes(8, "little"), seed=seed), digest
 

@@ -1,4 +1,4 @@
-"""Verify: every planted damage is named by file and block, and the commands that it prints restore the bytes."""
+"""Tests that verify names damage by file and block, and that its commands restore the bytes."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def write_documents(path: Path, ids: np.ndarray, lengths: np.ndarray) -> dict:
 
 
 def other_docs(path: Path) -> None:
-    """An index that unpacks, of other documents."""
+    """Return an index that unpacks, of other documents."""
     ids, lengths, _ = shards.read_documents(path)
     write_documents(path, ids + np.uint64(1), lengths)
 
@@ -82,12 +82,12 @@ def edit_manifest(data: Path, **fields) -> None:
 
 
 def test_a_foreign_shard_with_a_fitting_manifest_is_seen_by_its_documents(data):
-    """Hashes say only that file and manifest fit each other; an index must fit the tokens."""
+    # hashes only show that file and manifest agree; an index must fit the tokens
     path = data / "notes/shard-00002.docs.zst"
     ids, lengths, _ = shards.read_documents(path)
 
     def damage_with(ids: np.ndarray, lengths: np.ndarray) -> list[str]:
-        """With this index of shard 2, which its manifest agrees with."""
+        """Return the damage with this index of shard 2, which the manifest agrees with."""
         docs = write_documents(path, ids, lengths)
         entries = shards.read_manifest(data / "notes")["shards"]
         entries[2] = {**entries[2], "docs": docs}

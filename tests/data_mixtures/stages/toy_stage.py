@@ -1,7 +1,7 @@
-"""A stage whose units wait, fail, or are killed as a test wants; `python -m` runs it in a process of its own.
+"""A stage whose units wait, fail or die on demand; `python -m` runs it in its own process.
 
-A file with a unit's number in the folder `faults` says what befalls that unit: "value",
-"bug", "disk", "kill", or "wait": until the file is gone.
+A file with a unit's number in the folder `faults` holds that unit's fault: "value", "bug", "disk",
+"kill", or "wait" until the file is gone.
 """
 
 from __future__ import annotations

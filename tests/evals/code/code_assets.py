@@ -1,4 +1,4 @@
-"""A data set of three problems in EvalPlus's format, and solutions that attack whoever runs them."""
+"""Three problems in EvalPlus's format, and solutions that attack whoever runs them."""
 
 from __future__ import annotations
 
@@ -109,9 +109,9 @@ UNEQUAL = {
 
 
 def escapes(victim: Path, new: Path, hidden: Path, port: int) -> dict[str, str]:
-    """Solutions that are right only if they reached something of this machine.
+    """Return solutions that are right only if they reached something of this machine.
 
-    hidden: a folder that lies below none of those that the sandbox shows; that needs no right to read it.
+    hidden: a folder below none that the sandbox shows, readable without special rights.
     """
     acts = {
         "delete a file": f"os.unlink({str(victim)!r})",

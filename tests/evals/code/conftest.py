@@ -1,4 +1,4 @@
-"""A made-up server that answers the problems of code_assets."""
+"""A fake server that answers the problems of code_assets."""
 
 from __future__ import annotations
 

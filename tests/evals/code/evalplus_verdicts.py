@@ -1,10 +1,10 @@
-"""What EvalPlus itself says: run with its folder on the path, the cases as JSON lines of Python literals on stdin.
+"""EvalPlus's own verdicts; it runs with its folder on the path, cases as JSON lines on stdin.
 
     PYTHONPATH=.venv/evalplus python evalplus_verdicts.py < cases > verdicts
 
-A case: dataset, entry point, arguments of each test, expected and returned values as the text of a Python
-expression, tolerance. A verdict: whether a solution that returns these values passes. An object {"task", "inputs"}
-instead: the text of its inputs as EvalPlus gives them to a solution.
+A case: dataset, entry point, arguments of each test, expected and returned values as the text of a
+Python expression, tolerance. A verdict: whether a solution with these values passes. For an object
+{"task", "inputs"}: the text of its inputs as EvalPlus gives them to a solution.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Answers from an endpoint and from the engine."""
+"""Tests of answers from an endpoint and from the engine."""
 
 import json
 import shutil
@@ -19,7 +19,7 @@ from tests.evals.code.conftest import Endpoint
 
 
 def test_samplings():
-    """Greedy answers are one; every sampled answer has a seed of its own, which repeats."""
+    # greedy answers are one; every sampled answer has its own seed, which repeats
     with pytest.raises(
         ValueError, match="n = 2 greedy answers would be identical; set --temperature"
     ):
@@ -78,7 +78,7 @@ def test_a_run_continues_where_it_ended(endpoint, tmp_path):
 
 
 def test_a_failure_loses_no_answer_that_arrived(tmp_path):
-    """The first problem fails once the others are answered."""
+    # the first problem fails once the others are answered
     answered = threading.Semaphore(0)
 
     def generate(prompt, *_, **sampling):
@@ -120,7 +120,7 @@ def test_the_engine_answers_chats(folder):
 
 
 def test_a_template_in_the_tokenizers_config_is_one(folder, tmp_path):
-    """As older folders have it: a chat model was asked to complete functions, and its record said so."""
+    # as in older folders: without it, a chat model was asked to complete functions
     inside, bare = (Path(shutil.copytree(folder, tmp_path / name)) for name in ("hf", "bare"))
     template = (folder / "chat_template.jinja").read_text()
     for each in (inside, bare):

@@ -1,4 +1,4 @@
-"""pass@k, and the command from an endpoint's answers to the record."""
+"""Tests of pass@k, and of the command from an endpoint's answers to the record."""
 
 import itertools
 import os
@@ -33,7 +33,7 @@ def test_pass_at_k_is_the_mean_over_all_choices():
 
 @needs_sandbox
 def test_the_command(endpoint, tmp_path):
-    """Chat answers of an endpoint, in two calls: the second one finds its answers and its expected outputs."""
+    # of two calls, the second finds its answers and its expected outputs
     path, out = write_dataset(tmp_path / "d.jsonl"), tmp_path / "evals.jsonl"
     source, scoring = Source(base_url=endpoint.url), Scoring(cache=tmp_path / "cache")
     records = [
@@ -81,7 +81,7 @@ def test_the_command(endpoint, tmp_path):
 
 
 def test_a_completion_is_the_prompt_and_what_parses_of_the_answer(tmp_path):
-    """Answers that Python parses and does not print are nobody else's harm."""
+    # an answer that Python parses but does not print harms no other
     dataset = open_dataset(write_dataset(tmp_path / "d.jsonl"))
     deep = "    raise " + "".join(f"E{i}(" for i in range(150)) + ")" * 150
     for body in (
@@ -102,7 +102,7 @@ def test_a_completion_is_the_prompt_and_what_parses_of_the_answer(tmp_path):
 
 
 def test_solutions_share_the_cores_of_their_process(monkeypatch):
-    """Half of those that a watcher with --cpus 28-31 may use, not half of the node's."""
+    # half of those that a watcher with --cpus 28-31 may use, not half of the node's
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: {*range(28, 32)})
     names = runpy.run_path(
         str(Path(score.__file__).with_name("__main__.py")), run_name="started_now"

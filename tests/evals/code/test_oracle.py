@@ -1,4 +1,4 @@
-"""Our rules of what is right: by hand, and the same table by EvalPlus's own code."""
+"""Tests of our rules of what is right, by hand and by EvalPlus's own code."""
 
 import json
 import os

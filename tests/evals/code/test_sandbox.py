@@ -1,4 +1,4 @@
-"""What code can do in the sandbox, as root and as an ordinary user."""
+"""Tests of what code can do in the sandbox, as root and as an ordinary user."""
 
 import contextlib
 import json
@@ -130,7 +130,7 @@ def refused(number):
 
 @pytest.fixture
 def open_folder():
-    """A folder that every user may read and write."""
+    """Return a folder that every user may read and write."""
     folder = Path(tempfile.mkdtemp(prefix="sandbox-"))
     folder.chmod(0o777)
     yield folder
@@ -138,7 +138,7 @@ def open_folder():
 
 
 def host(folder: Path, user: int, loop: str = "") -> list[str]:
-    """The command that makes sandboxes as a user."""
+    """Return the command that makes sandboxes as a user."""
     python = shutil.which("python3", path="/usr/bin:/bin")
     if python is None:
         pytest.skip("the system has no python3, which every user could run")
@@ -147,7 +147,8 @@ def host(folder: Path, user: int, loop: str = "") -> list[str]:
         shutil.copy(SOURCE / f"{name}.py", folder / "evals/code" / f"{name}.py")
     machine = os.uname().machine
     known = {"CLONE": sandbox.CLONE[machine], "KEYS": {"x86_64": 248, "aarch64": 217}[machine]}
-    # and uretprobe and uprobe, which pass every filter and do nothing but for the kernel's own probes
+    # and uretprobe and uprobe, which pass every filter and do nothing but for the kernel's own
+    # probes
     known["ALLOWED"] = [*system_calls.numbers(machine), sandbox.CLONE[machine], 335, 336]
     text = ATTEMPTS
     for name, number in known.items():
@@ -162,7 +163,7 @@ def host(folder: Path, user: int, loop: str = "") -> list[str]:
 
 
 def parents() -> dict[int, int]:
-    """The parent of every process that has not ended."""
+    """Return the parent of every process that has not ended."""
     found = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
@@ -204,7 +205,7 @@ def test_a_solution_dies_with_its_judge(open_folder, user, loop):
 @needs_sandbox
 @pytest.mark.parametrize("user", [0, 1234])
 def test_nothing_leaves_a_sandbox_and_nothing_is_shared(open_folder, user):
-    """For two solutions, one after the other."""
+    # two solutions, one after the other
     result = subprocess.run(
         host(open_folder, user), capture_output=True, text=True, timeout=300, cwd="/"
     )

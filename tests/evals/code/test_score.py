@@ -1,4 +1,4 @@
-"""Solutions that are right, wrong and hostile, each in its sandbox."""
+"""Tests of solutions that are right, wrong and hostile, each in its sandbox."""
 
 import gzip
 import json
@@ -71,7 +71,7 @@ def judge_of(folder: Path, problems: Sequence[dict[str, Any]] = PROBLEMS, **opti
 
 
 def scores_of(judge: Judge, solutions: Mapping[int, Sequence[str]]) -> Verdicts:
-    """By the number of the problem; of the data set's other problems the reference solutions."""
+    """Score solutions by problem number; other problems get their reference solutions."""
     rows = []
     for each in judge.dataset.problems:
         texts = solutions.get(int(each["task_id"].partition("/")[2]), [reference(each)])
@@ -95,7 +95,7 @@ def test_a_check_that_breaks_is_no_verdict():
 @pytest.mark.job
 @needs_sandbox
 def test_hostile_solutions_fail_and_harm_nobody(tmp_path, monkeypatch):
-    """All in one evaluation with right solutions, which must still be found right."""
+    # one evaluation with right solutions, which must still be found right
     monkeypatch.setenv("OPENAI_API_KEY", "k")
     judge = judge_of(tmp_path, min_time_limit_s=1.0)  # as long as the endless ones run
     assert judge.control()["passed"] == 3  # also makes the expected outputs
@@ -127,7 +127,7 @@ def test_hostile_solutions_fail_and_harm_nobody(tmp_path, monkeypatch):
 
 @needs_sandbox
 def test_solutions_that_lie_about_their_tests_are_wrong(tmp_path):
-    """What is equal to the expected value is right all the same, whatever its type."""
+    # a value equal to the expected one is right whatever its type
     third = problem(904, "third", "return x / 3", [[1]], [[2]])
     counts = problem(905, "counts", "return {c: x.count(c) for c in x}", [["aab"]], [["b"], [""]])
     wrong = {900: LIES, 904: FLOAT_LIES, 905: UNEQUAL}
@@ -155,7 +155,7 @@ def test_solutions_that_pass_the_base_tests_only(tmp_path):
 
 @needs_sandbox
 def test_the_limit_on_memory_is_for_what_a_solution_adds(tmp_path, monkeypatch):
-    """Python and the answer, 16 MiB with its text, are within it; expected outputs are not in the sandbox."""
+    # Python and the answer, 16 MiB with its text, fit; expected outputs are not in the sandbox
     monkeypatch.setattr(score, "LIMITS", {**LIMITS, "memory_bytes": 2**27})
     zeros = problem(903, "zeros", "return bytes(x)", [[2**24]], [[1]])
     once = "def zeros(x):\n    return bytes(x)"

@@ -1,4 +1,4 @@
-"""Which code is selected from an answer, and by which rule."""
+"""Tests of which code is selected from an answer, and by which rule."""
 
 import time
 
@@ -98,7 +98,7 @@ def test_else_the_longest_program_or_the_whole_text():
 
 
 def test_endless_answers_are_read_in_time():
-    """Seconds; minutes if every pair of fences, or every part of a text that is no Python, were parsed."""
+    # minutes if every pair of fences, or every part of a text that is no Python, were parsed
     began_s = time.process_time()
     noise = "".join(f"def word {i} of no Python(\n" for i in range(4000))
     for answer in ("```python\ndef add(a, b):\n" * 150, "```\n" * 500, noise, "(" * 100_000):

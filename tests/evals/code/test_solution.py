@@ -1,4 +1,4 @@
-"""What the judge makes of the lines that come out of a sandbox, here written by programs that are no solutions."""
+"""Tests of the judge on a sandbox's lines, here from programs that are no solutions."""
 
 import json
 import sys
@@ -32,7 +32,6 @@ def start(program: str) -> Solution:
 
 
 def test_a_value_arrives_as_it_left():
-    """Of its own type, at every depth."""
     for value in VALUES:
         arrived = read(json.dumps(runner.plain(value)).encode(), plain)
         assert arrived == value

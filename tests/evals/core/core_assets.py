@@ -1,6 +1,4 @@
-"""Small models and rows for the tests of CORE: a Laneformer folder, a Llama folder, a
-bundle of hand-made rows.
-"""
+"""Small models and rows for the tests of CORE: Laneformer and Llama folders, hand-made rows."""
 
 from __future__ import annotations
 
@@ -79,14 +77,14 @@ def sentencepiece_model() -> bytes:
 
 
 def write_text_parts(folder: Path) -> None:
-    """The tokenizer of both models."""
+    """Write the tokenizer of both models."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "tokenizer.model").write_bytes(sentencepiece_model())
     write_tokenizer(folder / "tokenizer.model", folder, 128)
 
 
 def write_laneformer(folder: Path, context: int = 128) -> Laneformer:
-    """A Laneformer folder as an export writes it, with random weights large enough that the choices differ."""
+    """Write a Laneformer folder as an export does, random weights so large that choices differ."""
     config = LaneformerConfig(
         hidden_size=48,
         intermediate_size=88,
@@ -109,7 +107,7 @@ def write_laneformer(folder: Path, context: int = 128) -> Laneformer:
 
 
 def write_llama(folder: Path, **config: Any) -> torch.nn.Module:
-    """A small Llama of Transformers, or a Mistral when the config has a sliding window."""
+    """Write a small Transformers Llama, or a Mistral if the config has a sliding window."""
     from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
     torch.manual_seed(5)
@@ -138,7 +136,7 @@ def write_llama(folder: Path, **config: Any) -> torch.nn.Module:
 
 
 def write_bundle(folder: Path, labels: list[str], root: str = "eval_data") -> Bundle:
-    """A bundle with the hand-made rows under the names of some tasks."""
+    """Write a bundle of the hand-made rows under the names of some tasks."""
     for label in labels:
         write_lines(folder / root / task(label).path, ROWS[task(label).type])
     return Bundle(folder)
@@ -151,7 +149,7 @@ def score_one(scorer: Scorer, ids: Sequence[int], start: int) -> Scores:
 
 
 def eval_data() -> Path:
-    """The folder `core` of LANEFORMER_EVAL_DATA: eval_data/<topic>/<task>.jsonl and reference_scores.json."""
+    """Return `core` of LANEFORMER_EVAL_DATA, with eval_data/<topic>/<task>.jsonl."""
     folder = Path(os.environ.get("LANEFORMER_EVAL_DATA", "")) / "core"
     if "LANEFORMER_EVAL_DATA" not in os.environ or not folder.is_dir():
         pytest.skip(

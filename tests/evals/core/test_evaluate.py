@@ -1,4 +1,4 @@
-"""CORE from rows to record, by real small models: answers against plain log-softmax sums, missing tasks, resuming."""
+"""Tests of CORE from rows to record by small real models, missing tasks, resuming."""
 
 import dataclasses
 import itertools
@@ -39,7 +39,7 @@ LABELS = ["copa", "winograd", "coqa"]
 
 
 def check_answer(model: torch.nn.Module, scorer: Scorer, item: Item, answer: ItemAnswer) -> bool:
-    """Compare an answer with one float64 pass over each whole prompt; whether it is right."""
+    """Compare an answer with a float64 pass over each whole prompt; return whether it is right."""
     scores, right = [scores_of(model, *prompt) for prompt in item.prompts], answer["right"]
     losses, gold = [-each.logprobs.mean() for each in scores], answer["gold"]
     if len(scores) == 1:
@@ -86,7 +86,8 @@ def test_choices_have_the_lowest_mean_and_texts_every_token():
         ([[5], [5, 5]], 0, True, "the first of equals"),
         ([[5, 5]], 0, True, "every token is the best"),
         ([[5, 6]], 0, False, "one is not"),
-        # an option without a token of its own is chosen only when it is the first, as a comparison with nan has it
+        # an option without a token of its own is chosen only when it is the first, as a comparison
+        # with nan has it
         ([[5], []], 1, False, "no token, second"),
         ([[], [5]], 0, True, "no token, first"),
     ):
@@ -180,7 +181,7 @@ def test_answers_of_another_model_or_data_are_not_taken(tmp_path, monkeypatch):
 
 
 def test_the_answer_to_every_item_is_kept(folder, tmp_path):
-    """They give the record's figures again."""
+    # the answers give the record's figures again
     write_bundle(tmp_path, LABELS)
     about = About(tmp_path / "run/evals.jsonl", 7)
     record = run(folder, tmp_path, about=about)

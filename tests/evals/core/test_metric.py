@@ -1,4 +1,4 @@
-"""CORE from task accuracies: the public results of a model, errors by hand, and never a partial mean."""
+"""Tests of CORE from task accuracies: a public result, errors by hand, no partial mean."""
 
 import math
 from typing import Any
@@ -10,7 +10,8 @@ from evals.core.tasks import TASKS
 from evals.intervals import Z95, wilson
 from tests.evals.core.core_assets import task
 
-# accuracies in TASKS' order, CORE v1 and v2: google/gemma-2b in exp_data/evals of mlfoundations/dclm
+# accuracies in TASKS' order, CORE v1 and v2: google/gemma-2b in exp_data/evals of
+# mlfoundations/dclm
 GEMMA_2B = (
     0.694184422492981, 0.4106133937835693, 0.7071502208709717, 0.7420033812522888, 0.45392492413520813,
     0.7799999713897705, 0.5904995799064636, 0.7894450426101685, 0.3880000114440918, 0.6371045708656311,
@@ -22,7 +23,7 @@ CORE = (0.4334530946631591, 0.41524569073374634)
 
 
 def figures_of(accuracies: dict[str, float], error: float = 0.0) -> dict[str, dict[str, Any]]:
-    """What `aggregate` reads, as summarize_task would give it."""
+    """Return what `aggregate` reads, as summarize_task would give it."""
     given = {t.label: t for t in TASKS if t.label in accuracies}
     return {
         label: {f"centered_{v}": center_accuracy(t, accuracies[label], v) for v in VERSIONS}
@@ -70,7 +71,7 @@ def test_a_missing_task_leaves_no_core():
 
 
 def answers(right: dict[str, list[bool]]):
-    """Answers of which only the group and whether they are right is of interest."""
+    """Return answers of which only the group and whether they are right matter."""
     return [
         {"group": g, "right": r, "nats": 1.0, "bytes": 2}
         for g, found in right.items()
@@ -79,7 +80,6 @@ def answers(right: dict[str, list[bool]]):
 
 
 def test_standard_errors_by_hand():
-    """0 of 4 was "± 0.0000"."""
     for right, count in ((0, 4), (4, 4), (3000, 10_000), (3, 4)):
         given = answers({"": [i < right for i in range(count)]})
         figures = summarize_task(task("commonsense_qa"), given, n_total=1221)

@@ -1,4 +1,4 @@
-"""What a model is asked: examples drawn as each protocol says, the tokens of each task type, prompts too long."""
+"""Tests of prompts: examples drawn by each protocol, tokens of task types, too long prompts."""
 
 import re
 from dataclasses import replace
@@ -25,7 +25,7 @@ LONG = 1 << 20
 
 
 class Letters:
-    """Every character is a token, its code point its id: token spans can be read as text. BOS is 1, EOS is 2."""
+    """A tokenizer whose ids are code points, so spans can be read as text. BOS is 1, EOS is 2."""
 
     bos_id: int | None = 1
     eos_id: int | None = 2
@@ -38,7 +38,7 @@ class Letters:
 
 
 class Words(Letters):
-    """As GPT-2: a space belongs to the word after it, and nothing is put around a text."""
+    """A tokenizer like GPT-2's: a space belongs to the word after it, no text is wrapped."""
 
     def __init__(self):
         self.words: list[str] = ["<bos>", "<eos>", "<0>"]

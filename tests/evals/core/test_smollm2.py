@@ -1,8 +1,8 @@
-"""SmolLM2-135M-Instruct in both backends: as many right answers as the protocol's own implementation counted.
+"""Test that SmolLM2-135M-Instruct gets as many right answers as in the protocol's own code.
 
-Opt-in: `python -m tests.smollm2` makes the folder that LANEFORMER_SMOLLM2 names, LANEFORMER_EVAL_DATA the public
-rows. The counts are those of nanochat's core_eval on the same float32 weights, BOS id 1 (<|im_start|>), sequences of
-2048.
+Opt-in: `python -m tests.smollm2` makes the folder that LANEFORMER_SMOLLM2 names,
+LANEFORMER_EVAL_DATA the public rows. The counts are those of nanochat's core_eval on the same
+float32 weights, BOS id 1 (<|im_start|>), sequences of 2048.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""The 22 tasks and their bundle: layouts, core.yaml, baselines, and rows that are not what they should be."""
+"""Tests of the 22 tasks and their bundle: layouts, core.yaml, baselines, bad rows."""
 
 import json
 

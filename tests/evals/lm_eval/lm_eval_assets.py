@@ -1,4 +1,4 @@
-"""What the lm-eval tests run on: a tiny bf16 model, and hand-made data sets in lm-eval's layout."""
+"""Assets of the lm-eval tests: a tiny bf16 model, and data sets in lm-eval's layout."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ESSAYS = [
 def write_tiny(
     folder: Path, context: int = CONTEXT, vocab_size: int = VOCAB_SIZE, **tokenizer: Any
 ) -> Path:
-    """An HF folder: random bf16 weights with which choices depend on the text, and their tokenizer."""
+    """Write an HF folder: tokenizer and random bf16 weights whose choices depend on the text."""
     model = random_model(max_position_embeddings=context, vocab_size=vocab_size).bfloat16()
     write_folder(folder, model, bos_token_id=1, eos_token_id=2)
     (folder / "tokenizer.model").write_bytes(
@@ -39,7 +39,7 @@ def write_tiny(
 
 
 def write_configs(folder: Path, configs: Mapping[str, Mapping[str, Sequence[Any]]]) -> None:
-    """A data set as the hub stores it: rows by config and split, and a README.md that names the files."""
+    """Write a data set as the hub stores it: rows by config and split, README.md with the names."""
     header = ["---", "configs:"]
     for config, splits in configs.items():
         header += [f"- config_name: {config}", "  data_files:"]
@@ -50,7 +50,7 @@ def write_configs(folder: Path, configs: Mapping[str, Mapping[str, Sequence[Any]
 
 
 def write_data(folder: Path, questions: Sequence[tuple[str, list[str], int]] = QUESTIONS) -> Path:
-    """ARC-Easy of a few rows and two short essays, where lm-eval looks for them."""
+    """Write ARC-Easy of a few rows and two short essays, where lm-eval looks for them."""
     rows = [
         {
             "id": str(number),

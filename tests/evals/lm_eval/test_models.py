@@ -1,4 +1,4 @@
-"""Our lm-eval model against PyTorch, lm-eval's own Hugging Face model and an endpoint, on lm-eval's stock tasks."""
+"""Tests of our lm-eval model against PyTorch, lm-eval's Hugging Face model and an endpoint."""
 
 import itertools
 import json
@@ -96,7 +96,6 @@ CHATS = [  # the last is a user's message, which an assistant's answer follows
 
 
 def test_bos_is_a_choice_and_in_a_conversation_the_templates(model, hf_dir, tmp_path, monkeypatch):
-    """Whether the tokenizer adds it by itself or not; the ids of a conversation are those of training and serving."""
     bos, plain_ids = model.tokenizer.bos_token_id, model.tok_encode("x", add_special_tokens=False)
     folder = Path(
         shutil.copytree(hf_dir, tmp_path / "bare", ignore=shutil.ignore_patterns(".packed"))
@@ -196,9 +195,7 @@ filter_list:
 def test_task_files_of_ones_own_are_answered_and_go_on_when_they_end_in_the_middle(
     hf_dir, model, tmp_path, monkeypatch
 ):
-    """A choice, a rolling text and a generated answer with two filters. Scored requests are kept in one piece,
-    generated texts one by one; the bytes are the same.
-    """
+    # scored requests are kept in one piece, generated texts one by one; the bytes are the same
     rows = [
         {"question": question, "choices": texts, "gold": gold}
         for question, texts, gold in QUESTIONS
@@ -263,7 +260,7 @@ def check_own_tasks(record, folder: Path, model):
 
 
 def answer_with(monkeypatch, text_after) -> list[str]:
-    """Let the engine's scorer answer `text_after(prompt)`; the list receives the prompts."""
+    """Make the engine's scorer answer `text_after(prompt)`; return the list of prompts."""
     prompts: list[str] = []
 
     def generate(self, ids, *args, **sampling):
@@ -275,7 +272,7 @@ def answer_with(monkeypatch, text_after) -> list[str]:
 
 
 def ask_in_chat(hf_dir: Path, task: str, data: Path) -> tuple[dict[str, Any], list[bool | None]]:
-    """The record of two documents, and whether each was answered right."""
+    """Return the record of two documents, and whether each answer was right."""
     questions = Questions(task, limit=2, chat_template=True, data=data)
     about = About(data / "out/evals.jsonl", 3)
     record = main(hf_dir, questions, Source(device="cpu", max_length=2048), about)
@@ -286,7 +283,6 @@ def ask_in_chat(hf_dir: Path, task: str, data: Path) -> tuple[dict[str, Any], li
 
 
 def test_gsm8k_through_the_chat_template(hf_dir, tmp_path, monkeypatch):
-    """From local files: examples are earlier turns, and the number is scored."""
     rows = [{"question": f"{n} + 1?", "answer": f"It is.\n#### {n + 1}"} for n in range(10, 26)]
     write_configs(tmp_path / "openai/gsm8k", {"main": {"train": rows[:6], "test": rows[10:]}})
     prompts = answer_with(monkeypatch, lambda prompt: "So it is.\n#### 21")
@@ -303,7 +299,7 @@ def test_gsm8k_through_the_chat_template(hf_dir, tmp_path, monkeypatch):
 
 @pytest.mark.job
 def test_ifeval_through_the_chat_template(hf_dir, tmp_path, monkeypatch):
-    """lm-eval's own task and checks of instructions, from local files."""
+    # lm-eval's own task and checks of instructions, from local files
     checks = ["punctuation:no_comma", "language:response_language"]
     asked = {"kwargs": [{}, {"language": "en"}], "instruction_id_list": checks}
     prompts = [f"Write about {subject} without any commas." for subject in ("rivers", "towns")]

@@ -1,4 +1,4 @@
-"""RULER's eleven stock tasks at both lengths, and what is refused because lm-eval would not come to an end."""
+"""Tests of RULER's eleven stock tasks at both lengths, and of refusals where lm-eval would hang."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -31,7 +31,7 @@ PIECES = {"vocab_size": 4096, "split_digits": False}
 
 
 def write_pieces(folder: Path, **options) -> Path:
-    """A folder with a tokenizer alone."""
+    """Write a folder with only a tokenizer."""
     (folder / "tokenizer.model").write_bytes(sentencepiece_model(**options))
     write_tokenizer(folder / "tokenizer.model", folder, 4224)
     return folder
@@ -49,7 +49,8 @@ def data(tmp_path_factory):
 
 @pytest.fixture
 def one_document(monkeypatch):
-    """lm-eval makes 500 documents of each task and length, a minute's work; here it makes one."""
+    """Make lm-eval build one document of each task and length."""
+    # it makes 500, a minute's work
     from lm_eval.tasks import _yaml_loader
     from lm_eval.tasks.ruler import vt_utils
 
@@ -73,7 +74,7 @@ def one_document(monkeypatch):
 @pytest.mark.rotate
 @pytest.mark.usefixtures("one_document")
 def test_all_eleven_tasks_are_scored_at_both_lengths(data, tmp_path, monkeypatch):
-    """By a model that answers as the engine does, but knows what is asked for in 2,048 tokens."""
+    # the model answers as the engine does, but knows what is asked for in 2,048 tokens
     from evals.lm_eval.models import ScorerLM
 
     generate = ScorerLM.generate_until
@@ -183,7 +184,7 @@ def test_names_and_lengths():
 
 
 def test_data_of_another_folder_is_never_taken(data, tmp_path):
-    """`datasets` keeps what it has prepared under the data set's name, which folders share."""
+    # `datasets` keeps what it has prepared under the data set's name, which folders share
     other = write_data(tmp_path, [("Which is wet?", ["water", "sand"], 0)])
     for folder, count in ((data, len(QUESTIONS)), (other, 1), (data, len(QUESTIONS))):
         with use_data_folder(folder, ["arc_easy"]):

@@ -1,4 +1,4 @@
-"""The GPU benchmark on a machine without one: what a cut-off part leaves, the verdict, servers, the page."""
+"""Tests of the GPU benchmark without a GPU: cut-off parts, the verdict, servers, the page."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FIGURE = 'print(\'figure ["depth 0", {"tokens_per_s": 900.0}]\', flush=True)'
 def run_program(
     monkeypatch: pytest.MonkeyPatch, program: str, limit_s: float = 60
 ) -> tuple[dict, int]:
-    """The figures of a part whose process runs this program, and how often they were saved."""
+    """Return the figures of a part that runs this program, and how often they were saved."""
     start, figures, saved = subprocess.Popen, dict[str, Any](), list[int]()
     command = [sys.executable, "-c", program]
     with monkeypatch.context() as patch:

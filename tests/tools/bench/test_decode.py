@@ -1,4 +1,4 @@
-"""The decode benchmark: its arithmetic on known speeds, its report of a missing baseline, and real processes."""
+"""Tests of the decode benchmark: arithmetic on known speeds, a missing baseline, real processes."""
 
 from __future__ import annotations
 
@@ -24,9 +24,7 @@ CONFIG = LaneformerConfig.from_flavor("tiny")
 
 
 class FakeCandidate:
-    """Known speeds instead of a process: ours makes 40, 41, ... tokens/s, llama.cpp 20;
-    Transformers is not there.
-    """
+    """Known speeds in tokens/s: ours 40, 41, ..., llama.cpp 20; Transformers is missing."""
 
     log: list[tuple[str, str]] = []  # noqa: RUF012  (one for all, emptied by the fixture)
 
@@ -67,7 +65,7 @@ def run(**values: Any) -> dict[str, Any]:
 
 
 def test_figures_of_known_speeds(fake):
-    """Trials alternate between probes, and every process is closed."""
+    # trials alternate between probes, and every process is closed
     result = run(pairs=3)
     assert [each["order"][0] for each in result["workloads"][0]["rounds"]] == [
         OURS,
@@ -139,7 +137,7 @@ def test_bad_options(values, message, fake):
 
 
 def test_the_random_gguf_holds_the_same_matrices_and_a_token_reads_them_once(tmp_path):
-    """Of experts those that it takes; norms are in 32 bits, all else in 16; one row of the embedding."""
+    # of experts those that a token takes; norms in 32 bits, all else in 16; one embedding row
     gguf = pytest.importorskip("gguf")
     for flavor in ("2b", "300m", "tiny"):
         config = LaneformerConfig.from_flavor(flavor)
@@ -216,7 +214,7 @@ def test_what_a_baseline_lacks_is_reported_with_the_line_that_installs_it(monkey
 
 
 class TwoWays(baselines.Baseline):
-    """One way is faster at the start, the other at a depth; a clock that only evaluations move."""
+    """One way is faster at the start, the other at a depth; only evaluations move the clock."""
 
     weight_bytes, clock, cached, version, about = 1000, 0.0, 0, "1", "fake"
     ways = ("short", "long")
@@ -250,11 +248,12 @@ def test_a_baseline_runs_each_workload_in_the_way_that_is_fastest_for_it(monkeyp
 
 
 def bytes_read(name: str, version: str, **options: Any) -> float:
-    """Of a real candidate and a token; the second time it decodes behind its prompt."""
+    """Return the bytes that a real candidate reads for a token."""
     process = candidate(name, Options(threads=1, **options))
     assert version in process.ask("facts")["version"]
     (speed, read), again = (process.ask("decode", prompt=[5, 6, 7], new_tokens=4) for _ in range(2))
     assert min(speed, again[0], process.ask("prefill", prompt=[5] * 20)[0]) > 0
+    # the second time it decodes behind its prompt
     assert again[1] == read
     process.close()
     return read

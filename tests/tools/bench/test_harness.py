@@ -1,6 +1,4 @@
-"""What the benchmarks share: processes that crash, hang or print, the order of trials, the
-file, and the command line.
-"""
+"""Tests of the benchmarks' shared parts: crashes, hangs, trial order, file, command line."""
 
 from __future__ import annotations
 

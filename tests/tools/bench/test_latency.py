@@ -1,4 +1,4 @@
-"""The latency benchmark: its prediction on known times, its report, and the command on a tiny model."""
+"""Tests of the latency benchmark: prediction on known times, report, command."""
 
 from __future__ import annotations
 

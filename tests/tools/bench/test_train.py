@@ -1,4 +1,4 @@
-"""The training benchmark at toy size: both models train, and the report holds what was measured."""
+"""Test of the training benchmark at toy size: both models train and are reported."""
 
 from __future__ import annotations
 

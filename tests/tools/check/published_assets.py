@@ -1,6 +1,4 @@
-"""A folder as the first modeling code of Laneformer wrote it: its spellings, its tensor names,
-code of its own.
-"""
+"""A folder as Laneformer's first modeling code wrote it: its spellings, names and code."""
 
 from __future__ import annotations
 
@@ -154,7 +152,7 @@ class LaneformerTPForCausalLM(PreTrainedModel):
 
 
 def write_published(folder: Path, config: LaneformerConfig, **values: Any) -> Path:
-    """The folder of random float32 weights of `config`, which is what `values` over OLDER must come to mean."""
+    """Write random float32 weights of `config`, which `values` over OLDER must come to mean."""
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps({**OLDER, **values}))
     (folder / "configuration_laneformer.py").write_text(CONFIGURATION)

@@ -1,4 +1,4 @@
-"""The verdict of the GPU engine on decoders without a GPU: a sound one passes, faulty ones do not."""
+"""Tests of the GPU engine's verdict without a GPU: a sound decoder passes, faulty ones do not."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_the_verdict_holds_for_a_sound_engine_and_for_no_other():
 
 @pytest.mark.parametrize("deaf", [False, True])
 def test_planted_faults_are_refused_and_a_deaf_gate_is_noticed(monkeypatch, deaf):
-    """As the command does it; deaf: the first model again, whatever is asked for."""
+    # deaf: the first model again, whatever is asked for
     weights = random_weights(CONFIG)
 
     def make(config: LaneformerConfig, tensors: Any, version: str = "") -> PlainDecoder:

@@ -1,4 +1,4 @@
-"""Folders with the published spellings: read by engine and import, and equal to the code that they bring."""
+"""Tests that folders with published spellings are read and equal the code that they bring."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_the_folder_s_code_runs_only_when_it_is_trusted(tmp_path):
 
 
 def test_a_difference_is_found(tmp_path):
-    """The folder's code adds early layers' outputs again, but its config.json is made to say otherwise."""
+    # the folder's code adds early layers' outputs again, its config.json states otherwise
     folder = write_published(tmp_path / "differs", MEANT, rebroadcast_early=False)
     report = run_check(folder, trust_remote_code=True)
     assert "logits: published code" in report["failed"]

@@ -1,4 +1,4 @@
-"""docs/recipe-keys.md is what the code says, and every key has its help text.
+"""Tests that docs/recipe-keys.md matches the code, and that every key has its help text.
 
 `python -m tests.tools.check.test_recipe_keys` writes the page.
 """
@@ -53,7 +53,7 @@ def page() -> str:
 
 
 def section(cls: Any) -> str:
-    """A heading and a table of the keys that a class adds to its base."""
+    """Return a heading and a table of the keys that a class adds to its base."""
     texts, hints = help_texts(cls), typing.get_type_hints(cls)
     rows = [
         f"| `{field.name}` | {in_toml(hints[field.name])} | {default(field)} | {texts[field.name]} |"
@@ -66,7 +66,7 @@ def section(cls: Any) -> str:
 
 
 def in_toml(hint: Any) -> str:
-    """A field's type in the words of TOML."""
+    """Return a field's type in TOML's terms."""
     kinds = typing.get_args(hint)
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         return " or ".join(dict.fromkeys(in_toml(kind) for kind in kinds if kind is not type(None)))
@@ -88,7 +88,7 @@ def default(field: dataclasses.Field[Any]) -> str:
 
 
 def help_texts(cls: Any) -> dict[str, str]:
-    """The strings below the fields of a class; a field without one is no key."""
+    """Return the strings below the fields of a class; a field without one is no key."""
     described = docstring_parser.parse_from_object(cls).params
     return {
         key.arg_name: " ".join((key.description or "").split()).replace("|", "\\|")

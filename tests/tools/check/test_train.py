@@ -1,4 +1,4 @@
-"""The acceptance of training: its CPU form accepts this machine, and refuses what is wrong."""
+"""Tests that the CPU form of the training check accepts this machine and refuses what is wrong."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ NPROC = 2
 
 
 def start_warm(module: list[str], log: Path, env: Mapping[str, str]) -> int:
-    """As `start`, but warm."""
+    """Run `start` by the fork server."""
     places = {"log": str(log), "pid": str(log.with_suffix(".pid"))}
     return ask({"command": [sys.executable, "-m", *module], "environment": dict(env), **places})
 
 
 @pytest.mark.rotate
 def test_a_cpu_is_accepted(monkeypatch, capsys, tmp_path):
-    """Real jobs: the chosen kernels and plain ones, sharded with replicas, killed and resumed, packed documents."""
+    # real jobs: chosen and plain kernels, sharded with replicas, killed and resumed, packed
     monkeypatch.setattr(check, "start", start_warm)
     out = tmp_path / "page.md"
     with pytest.raises(SystemExit) as ended:
@@ -59,7 +59,7 @@ def rows(*losses: float | None, attempt: int = 1) -> list[dict[str, Any]]:
 
 
 def test_losses_outside_of_the_bound_are_refused(tmp_path):
-    """Four times what plain bf16 is off; a missing or diverged loss as well, and replaced kernels."""
+    # four times plain bf16's error; also missing or diverged losses, and replaced kernels
     write_lines(
         tmp_path / "whole/events.jsonl", [{"kind": "kernels_replaced", "reason": "flex is wrong"}]
     )
@@ -126,7 +126,7 @@ def test_what_cannot_run_here_is_refused():
 
 
 def test_one_layer_of_each_kind():
-    """Widths of the 2B model; no two layers read the same kinds of streams through the same mask."""
+    # 2B widths; no two layers read the same kinds of streams through the same mask
     config, flavor = check.Options().config, check.LaneformerConfig.from_flavor("2b")
     assert (config.hidden_size, config.num_lanes, config.head_dim) == (
         flavor.hidden_size,

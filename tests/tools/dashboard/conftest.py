@@ -1,4 +1,4 @@
-"""One made-up run, which every test of the dashboard reads and none changes."""
+"""A made-up run that every test of the dashboard reads and none changes."""
 
 from __future__ import annotations
 

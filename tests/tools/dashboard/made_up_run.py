@@ -1,6 +1,6 @@
 """A run folder with invented figures, for looking at and testing the dashboard only; never a result.
 
-Two phases, and attempts that fall back to a checkpoint: `python -m tests.tools.dashboard.made_up_run FOLDER`.
+python -m tests.tools.dashboard.made_up_run FOLDER
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ TOKENS_A_STEP = 6_291_456
 START = 1.79e9
 SOURCES = ("web", "stdlib", "math", "wiki", "qa")
 TRAINED = SOURCES[:3]
-# (phase, attempt, first and last step as shares): each attempt falls back behind the end of the one before
+# (phase, attempt, first and last step as shares): each attempt falls back behind the end of the one
+# before
 PLAN = (("phase1", 1, 0, 0.35), ("phase1", 2, 0.30, 0.7), ("phase1", 3, 0.66, 1.0), ("phase2", 1, 0, 0.5),
         ("phase2", 2, 0.45, 1.0))  # fmt: skip
 MODEL = {
@@ -70,7 +71,7 @@ SPEED = {"tokens_per_s": 131.7, "percent_of_probe": 74.4}
 
 
 def charts_of(html: str) -> dict[str, Json]:
-    """The charts of a card or a page, by their names."""
+    """Return the charts of a card or a page by name."""
     pairs = re.findall(
         r'<div id="([^"]+)"></div><script type="application/json">(.*?)</script>', html, re.S
     )
@@ -78,13 +79,13 @@ def charts_of(html: str) -> dict[str, Json]:
 
 
 def chart_of(card: str) -> Json:
-    """The one chart of a card."""
+    """Return the one chart of a card."""
     (chart,) = charts_of(card).values()
     return chart
 
 
 def row_of(phase: str, step: int, steps: int) -> Json:
-    """Of a loss that falls in phase 1; every second row is 0.04 higher."""
+    """Return a row whose loss falls in phase 1; every second row is 0.04 higher."""
     loss = 1.9 + 6.4 * math.exp(-8 * step / steps) * (phase == "phase1")
     by_source = {name: loss + 0.4 * i for i, name in enumerate(TRAINED)}
     row: Json = {
@@ -119,7 +120,7 @@ def rows_of(steps: int) -> list[Json]:
 
 
 def evaluations(steps: int) -> list[Json]:
-    """Of six checkpoints; code and questions are asked of the third and the last."""
+    """Return evaluations of six checkpoints; the third and the last have code and questions."""
     records, origin = list[Json](), Json()
     for count in range(1, 7):
         share, step = count / 6, int(count / 6 * 1.5 * steps)
@@ -167,7 +168,7 @@ def core_record(share: float) -> Json:
 
 
 def scores(origin: Json, share: float) -> list[Json]:
-    """Code, questions and contamination of a checkpoint; share: of the last one's scores."""
+    """Return code, question and contamination scores; `share` scales the last checkpoint's."""
     arc = {
         "arc_easy": {"acc": 0.501, "acc_norm": 0.4712 * share, "acc_norm_stderr": 0.0102},
         "arc_challenge": {"acc": 0.277, "acc_norm": 0.3029 * share, "acc_norm_stderr": 0.0134},
@@ -202,7 +203,7 @@ def scores(origin: Json, share: float) -> list[Json]:
 
 
 def events(steps: int) -> list[Json]:
-    """Of phase 1, each on two ranks."""
+    """Return events of phase 1, each on two ranks."""
     kinds = [
         ("signal", 1, 0.35, "SIGUSR1 ten minutes before the time limit"),
         ("roll_back", 2, 0.7, "loss z 11.2"),

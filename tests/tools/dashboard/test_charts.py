@@ -1,4 +1,4 @@
-"""Charts as data: what is drawn of many rows, where curves stand, and whose colour they have."""
+"""Tests of charts as data: thinning of rows, places of curves, colours."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What was evaluated, on the page: CORE and its tasks with intervals, code and questions, contamination."""
+"""Tests of the evaluation cards: CORE with intervals, code and questions, contamination."""
 
 from __future__ import annotations
 

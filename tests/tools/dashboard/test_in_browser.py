@@ -1,4 +1,4 @@
-"""The page under a reader's hands, in a real browser: legends, zoom, scales, downloads; phones."""
+"""Tests of the page in a real browser: legends, zoom, scales, downloads, phones."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def browser(tmp_path_factory):
 
 @pytest.fixture
 def page(browser):
-    """The drawn page, every chart as at first."""
+    """Return the drawn page, every chart as at first."""
     places = "[...document.querySelectorAll('.chart > div')]"
     browser.run(f"Promise.all({places}.map(p => {{ p.state = fresh(p.chart); return render(p) }}))")
     return browser

@@ -1,4 +1,4 @@
-"""The page: every figure of the run's files stands on it, what is missing takes no room, and nothing breaks it."""
+"""Tests that the page has every figure of a run, no room for missing ones, and never breaks."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def text(folder):
 
 
 def body_of(folder: Path) -> str:
-    """The page without its script and style."""
+    """Return the page without its script and style."""
     whole = page([read_run(folder)], NOW)
     return whole[whole.index("<main>") : whole.index("</main>")]
 

@@ -1,8 +1,7 @@
-"""A checkout to launch from: the code under test as a git repository of its own, which a test may edit.
+"""A checkout to launch from: the code under test as an own git repository, which a test may edit.
 
-It holds one more file, train/paced.py, which slows the steps down, so that something can happen between them
-(until the file PACED_CODE.fast exists), and notes which code a worker runs. It is launched without
-PYTHONPATH, so an editable install's hook is in force.
+It adds train/paced.py, which slows the steps down until the file PACED_CODE.fast exists and notes
+which code a worker runs. It is launched without PYTHONPATH, so an editable install's hook applies.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ SMALL = (*job_flags(ARCHITECTURE | SETTINGS), "--metrics.no-enable_tensorboard")
 
 
 def make_checkout(folder: Path) -> Path:
-    """The files that git tracks or would track here, committed in a repository of their own."""
+    """Commit the files that git tracks or would track here in a repository in `folder`."""
     listed = git(ROOT, "ls-files", "--cached", "--others", "--exclude-standard").splitlines()
     for name in listed:
         if (ROOT / name).is_file():
@@ -91,7 +90,7 @@ def write_program(path: Path, text: str) -> None:
 
 
 def stand_in_script(run: Path, supervisor: str, cluster: Cluster) -> Path:
-    """The batch script of a snapshot whose Python is this shell script."""
+    """Return the batch script of a snapshot whose Python is the shell script `supervisor`."""
     snapshot = run / "snap"
     (snapshot / "code").mkdir(parents=True)
     write_program(snapshot / "env/bin/python", supervisor)

@@ -1,9 +1,7 @@
-"""A real Slurm of three virtual nodes on this machine, as whoever runs the tests, all
-in one temporary folder.
+"""A real Slurm of three virtual nodes on this machine, in one temporary folder.
 
-Every daemon runs in the foreground as our child, so that it can be ended by its own process id;
-what else belongs to the cluster (steps, ranks) is known by SLURM_CONF, which points into the
-folder, in its environment.
+Every daemon runs in the foreground as a child, so that its own process id ends it. Steps and ranks
+are found by SLURM_CONF in their environment, which points into the folder.
 """
 
 from __future__ import annotations
@@ -24,8 +22,8 @@ import psutil
 
 DAEMONS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "scancel")
 NODES = ("n1", "n2", "n3")
-# short times instead of a real cluster's minutes: a dead node is given up after 10 s, a requeued job starts
-# after 5 s
+# short times instead of a real cluster's minutes: a dead node is given up after 10 s, a requeued
+# job starts after 5 s
 CONFIG = """
 ClusterName=test
 SlurmctldHost=localhost
@@ -65,7 +63,7 @@ PROLOG = """#!/bin/sh
 
 
 def missing() -> list[str]:
-    """The programs of Slurm and munge that this machine lacks."""
+    """Return the programs of Slurm and munge that this machine lacks."""
     path = f"{os.environ['PATH']}:/usr/sbin"
     return [name for name in DAEMONS if not shutil.which(name, path=path)]
 
@@ -147,12 +145,7 @@ class SlurmCluster:
         self._start(node, "slurmd", "-D", "-N", node)
 
     def lose_node(self, node: str) -> None:
-        """A power cut: the node's daemon and all that it started, those first that could
-        still report a death.
-
-        slurmstepd tells of its tasks, srun's child cancels the step when srun dies, and
-        the batch script exits.
-        """
+        """Kill a node's daemon and all that it started, as a power cut would."""
         daemon = self.daemons.pop(node)
         daemon.kill()
 
@@ -160,23 +153,26 @@ class SlurmCluster:
             first = {"slurmstepd": 0, "srun": 1}.get(process.name(), 2)
             return first, -process.pid if first == 1 else process.pid
 
+        # first those that could still report a death: slurmstepd reports its tasks, srun's child
+        # cancels the step when srun dies, and the batch script exits
         for process in sorted(self.processes(node), key=place):
             with suppress(psutil.NoSuchProcess):
                 process.kill()
         daemon.wait(timeout=30)
 
     def make_bad(self, node: str) -> None:
-        """Let this node fail the pre-flight of jobs from now on."""
+        """Make this node fail the pre-flight of jobs from now on."""
         (self.folder / f"bad-{node}").touch()
 
     def processes(self, node: str | None = None) -> list[psutil.Process]:
-        """Processes of this cluster that are not our own children; of one node, or of all."""
+        """Return processes of this cluster that are not our children; of one node, or of all."""
         ours = {daemon.pid for daemon in self.daemons.values()}
         found = []
         for process in psutil.process_iter():
             try:
                 env = process.environ()
-                # slurmstepd writes its title over its environment; it keeps the log of its node open
+                # slurmstepd writes its title over its environment; it keeps the log of its node
+                # open
                 logs = process.open_files() if process.name().startswith("slurmstepd") else []
             except (psutil.Error, OSError):
                 continue
@@ -193,15 +189,13 @@ class SlurmCluster:
         return dict(line.split() for line in lines if line)
 
     def job(self, job_id: int) -> dict[str, str]:
-        """What `scontrol show job` says, by field."""
+        """Return `scontrol show job` by field."""
         return dict(
             re.findall(r"(\S+?)=(\S*)", self.command("scontrol", "show", "job", "-o", str(job_id)))
         )
 
     def signal(self, job_id: int, name: str) -> bool:
-        """Send a signal to a job's batch script; False while Slurm cannot: it is between two
-        states of the job.
-        """
+        """Signal a job's batch script; False while Slurm is between two states of the job."""
         command = ("scancel", f"--signal={name}", "--batch", str(job_id))
         return (
             subprocess.run(command, env=self.env, capture_output=True, timeout=300).returncode == 0
@@ -218,7 +212,8 @@ class SlurmCluster:
 
 
 def free_ports(count: int) -> list[int]:
-    """Below the range from which the system takes ports for connections: nobody is given one of them meanwhile."""
+    """Return free ports."""
+    # below the range from which the system takes ports for connections
     found: list[int] = []
     for port in random.sample(range(20_000, 32_000), 500):
         with socket.socket() as each, suppress(OSError):
@@ -230,7 +225,7 @@ def free_ports(count: int) -> list[int]:
 
 
 def wait_for(condition: Callable[[], object], what: str, timeout_s: float) -> None:
-    """Poll until it holds; AssertionError with `what` when it does not in a generous time."""
+    """Poll until the condition holds; AssertionError with `what` after timeout_s."""
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, f"waited {timeout_s:.0f} s for {what}"

@@ -1,6 +1,4 @@
-"""Launches without a Slurm: the snapshot of a small repository, the batch script with stand-ins, and one run on this
-machine.
-"""
+"""Tests of launches without Slurm: the snapshot, the batch script with stand-ins, a local run."""
 
 from __future__ import annotations
 
@@ -63,7 +61,7 @@ Call = Callable[..., None]
 
 @pytest.fixture
 def repository(tmp_path, monkeypatch):
-    """What is launched, in the place of this checkout."""
+    """Make a repository to launch in place of this checkout."""
     folder = tmp_path / "repository"
     for package in ("train", "data_mixtures", "models/laneformer"):
         (folder / package).mkdir(parents=True)
@@ -77,7 +75,7 @@ def repository(tmp_path, monkeypatch):
 
 @pytest.fixture
 def queue(tmp_path, monkeypatch):
-    """An sbatch that takes everything as job 41, or nothing if REFUSE is set."""
+    """Provide an sbatch that accepts everything as job 41, or nothing if REFUSE is set."""
     write_program(tmp_path / "bin/sbatch", SBATCH)
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
 
@@ -137,7 +135,8 @@ def test_a_snapshot_holds_all_that_the_job_runs_from_and_nothing_else_runs(
     )
     assert not [p for p in snapshot.rglob("*") if not p.is_symlink() and p.stat().st_mode & 0o222]
 
-    # not through the editable install's hook, which PYTHONPATH cannot beat, and not through the working directory
+    # not through the editable install's hook, which PYTHONPATH cannot beat, and not through the
+    # working directory
     (tmp_path / "train.py").write_text("raise SystemExit('imported from the working directory')\n")
     look = "import train, data_mixtures, laneformer as l; print(train.__file__, data_mixtures.__file__, l.__file__)"
     python = [str(snapshot / "env/bin/python"), "-P", "-c", look]
@@ -222,7 +221,7 @@ def test_a_refused_launch_leaves_nothing(repository, queue, lock, call, tmp_path
 
 
 def write_parent(run: Path) -> Path:
-    """A run of 40 steps as its launch and its end left it."""
+    """Write a finished run of 40 steps."""
     (run / "checkpoint/step-40").mkdir(parents=True)
     (run / "checkpoint/step-40/.metadata").touch()
     job = "[training]\nsteps = 40\n[lr_scheduler]\nwarmup_steps = 2\ndecay_ratio = 0.25\n"
@@ -236,7 +235,7 @@ def write_parent(run: Path) -> Path:
 def test_options_of_the_parent_are_defaults_that_any_value_replaces(
     repository, call, tmp_path, capsys
 ):
-    """Also one that equals the default of a run without a parent."""
+    # also a value that equals the default of a run without a parent
     parent = write_parent(tmp_path / "phase1")
     run = tmp_path / "run"
     start = (
@@ -310,7 +309,7 @@ def test_a_decay_starts_in_the_stable_part(tmp_path):
 
 @pytest.mark.rotate
 def test_decay_branch(run_without_faults, checkout, tmp_path):
-    """From step 24 of the stable part the rate falls to its minimum at step 28; up to 24 it is the parent's run."""
+    # up to step 24 it is the parent's run, then the rate falls to its minimum at step 28
     run, parent = tmp_path / "branch", run_without_faults / "checkpoint/step-24"
     outcome = launch(
         checkout, "--decay-from", str(parent), "--steps", "4", "--run", str(run), "--local"
@@ -380,7 +379,6 @@ if [ "$1" = show ]; then printf 'n1\\nn2\\nn3\\n'; else exit 1; fi
 
 
 def test_paths_of_any_letters_are_words_of_the_script(tmp_path):
-    """Bash takes it, and runs what it names."""
     folder = tmp_path / 'it\'s 100% "a" $HOME; `run`'
     output = f"{folder}/ran"
     supervisor = f'#!/bin/sh\nprintf \'%s\\n\' "$0" "$@" > {shlex.quote(output)}\n'
@@ -416,7 +414,7 @@ def test_times_of_slurm(text, seconds):
 
 
 def run_script(folder: Path, code: int, cluster: Cluster, number: int) -> int:
-    """Run submit.sbatch with stand-ins, send it a signal; returns its exit status."""
+    """Run submit.sbatch with stand-ins, send it a signal, return its exit status."""
     path = stand_in_script(folder, STAND_IN.format(folder=folder, code=code), cluster)
     write_program(folder / "scontrol", SCONTROL.format(folder=folder))
     write_program(folder / "srun", "#!/bin/sh\nexec sleep 60\n")

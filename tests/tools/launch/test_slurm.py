@@ -1,10 +1,9 @@
-"""A run on a real Slurm of three virtual nodes: two train, one is spare. One story, told once,
-held by many tests.
+"""Tests of a run on a real Slurm of three virtual nodes, two that train and a spare.
 
-Phase 1 is submitted, and phase 2 behind it; then the checkout is broken. Phase 1 is warned as before its time
-limit, goes back into the queue, and is started again; a node dies under it, and the spare takes its place.
-Phase 2 starts when phase 1 has ended, without a node that fails its pre-flight. An undisturbed run here must
-have ended with the same bits.
+The story happens once: phase 1 is submitted, phase 2 behind it, then the checkout is broken.
+Phase 1 is warned as before its time limit, requeued and restarted; a node dies under it and the
+spare takes its place. Phase 2 starts when phase 1 has ended, without a node that fails its
+pre-flight. An undisturbed run must end with the same bits.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ TIMEOUT_S = 900  # for anything to happen on a slow day
 
 @dataclass
 class Story:
-    """What the tests look at: run folders, what scontrol said of the jobs, and what was refused."""
+    """Run folders, scontrol's view of the jobs, and the refusal."""
 
     phase1: Path
     phase2: Path
@@ -79,7 +78,7 @@ class Launcher:
         commit(self.checkout, "broken")
 
     def wait_for_steps(self, number: int, attempt: int, steps: int) -> None:
-        """Until this attempt of a phase has logged so many steps."""
+        """Wait until an attempt of a phase has logged so many steps."""
         path = self.folder / f"phase{number}/metrics.jsonl"
 
         def count_steps() -> int:
@@ -180,9 +179,7 @@ def test_phase_two_waits_and_leaves_out_a_bad_node(story):
 
 
 def test_loss_of_the_first_node_puts_the_job_back_into_the_queue(tmp_path):
-    """Slurm itself would let the job run on without anybody to lead it. The supervisor is
-    a stand-in that waits.
-    """
+    # Slurm itself would let the job run on with no leader; a stand-in that waits is the supervisor
     (tmp_path / "cluster").mkdir()
     waiting = f"#!/bin/sh\necho begun >> {tmp_path}/begun\nuntil [ -f {tmp_path}/finish ]; do sleep 1; done\n"
     nodes = Cluster(nodes=2, gpus_per_node=1, spares=1, cpu=True, env=("PULSE_S=0.5",))

@@ -31,12 +31,13 @@ FLAGS = (
 
 
 def conversations(count: int) -> list[list[dict[str, str]]]:
-    """Short ones about who the model is: what they leave of a window is padding."""
+    """Return short conversations about the model's identity."""
+    # short: what they leave of a window is padding
     return identity.conversations(tomllib.loads(identity.EXAMPLE.read_text()), count, seed=1)
 
 
 def prepare(folder: Path, tokenizer: Path, count: int, seq_len: int = SEQ_LEN) -> Path:
-    """The lock file of a mixture of `count` conversations, less those that are too long for a window."""
+    """Return the lock of a mixture of `count` conversations, less those too long for a window."""
     rows = write_lines(
         folder / "identity.jsonl", ({"messages": turns} for turns in conversations(count))
     )
@@ -64,7 +65,7 @@ def plain_model(dtype: torch.dtype = torch.float64) -> Laneformer:
 
 
 def titan_model(**args: Any) -> TitanLaneformer:
-    """The trainer's model with the same weights, in float64."""
+    """Return the trainer's model with the same weights, in float64."""
     model = TitanLaneformer(
         LaneformerArgs(config=CONFIG, attention="sdpa", mask_documents=True, bos_id=1, **args)
     )

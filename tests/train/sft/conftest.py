@@ -10,7 +10,7 @@ from tests.train.sft import chats
 
 @pytest.fixture(scope="session")
 def lock(prepared_data, shared):
-    """A mixture of packed conversations in windows of chats.SEQ_LEN tokens."""
+    """Prepare packed conversations in windows of chats.SEQ_LEN tokens."""
     tokenizer = prepared_data / "tokenizer.model"
     return (
         shared("chats", lambda folder: chats.prepare(folder, tokenizer, 300)) / "data/sft.lock.json"
@@ -19,7 +19,7 @@ def lock(prepared_data, shared):
 
 @pytest.fixture(scope="session")
 def parent(phase1, shared):
-    """The last checkpoint of a short phase 1."""
+    """Return the last checkpoint of a short phase 1."""
     flags = (*chats.FLAGS[:4], "--validation.no-enable")
     folder = shared("parent", lambda folder: succeed(folder / "run", phase1, *flags, ranks=1))
     return folder / f"run/checkpoint/step-{STEPS}"

@@ -1,4 +1,4 @@
-"""Identity conversations: a function of the table, the number and the seed; all different; facts put in."""
+"""Tests of identity conversations: fixed by table, number and seed; all different."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The third stage as a job: from a checkpoint, on two ranks, resumed, killed, validated;
-and its data refused.
-"""
+"""Tests of the third stage as a job: resumed, killed, validated; and of refused data."""
 
 from __future__ import annotations
 
@@ -34,7 +32,7 @@ def flags(parent: Path, steps: int = STEPS) -> tuple[str, ...]:
 
 @pytest.fixture(scope="module")
 def whole(lock, parent, tmp_path_factory):
-    """configs/debug_sft.toml on two ranks."""
+    """Run configs/debug_sft.toml on two ranks."""
     run = tmp_path_factory.mktemp("sft") / "whole"
     succeed(run, lock, *flags(parent), config="debug_sft")
     return run
@@ -43,7 +41,7 @@ def whole(lock, parent, tmp_path_factory):
 def plain_loss(
     weights_of: Path, step: int, tokens: np.ndarray, marks: np.ndarray
 ) -> tuple[torch.Tensor, int, float]:
-    """(losses (B, S), labels that count, norm of the mean loss's gradient) in float64, in one process."""
+    """Return losses (B, S), counted labels and the mean loss's gradient norm, in float64."""
     inputs, labels = chats.batch(tokens, marks)
     model = chats.titan_model()
     model.load_state_dict(
@@ -122,7 +120,7 @@ def test_packed_conversations_must_not_see_each_other(lock):
 
 @pytest.mark.rotate
 def test_shipped_job(shipped_run, lock, tmp_path):
-    """configs/sft.toml on two ranks with shapes shrunk: compiled, bfloat16, checkpointed, validated."""
+    # configs/sft.toml on two ranks with shapes shrunk: compiled, bfloat16, checkpointed, validated
     start = shipped_run / f"checkpoint/step-{production.STEPS}"
     more = {"training.seq_len": chats.SEQ_LEN, "checkpoint.initial_load_path": start}
     run = production.train(production.torchrun(2), "sft", tmp_path / "sft", lock, more)

@@ -1,4 +1,4 @@
-"""Batches of packed conversations: flags follow their tokens through ranks, skipped windows, and epochs."""
+"""Tests that flags of packed conversations follow their tokens over ranks, skips, epochs."""
 
 from __future__ import annotations
 

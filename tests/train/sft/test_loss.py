@@ -1,6 +1,4 @@
-"""What is trained: exactly the answers, each conversation as if it stood alone, each token
-of the batch alike.
-"""
+"""Tests of what is trained: only answers, each conversation alone, each token alike."""
 
 from __future__ import annotations
 
@@ -26,7 +24,7 @@ def windows(lock):
 
 
 def conversations_of(windows: tuple[np.ndarray, np.ndarray]) -> list[tuple[int, int, int]]:
-    """(window, first token, one past the last) of every conversation and of the padding behind them."""
+    """Return (window, first token, one past the last) of every conversation and the padding."""
     return [
         (number, first, end)
         for number, flags in enumerate(windows[1][:, : chats.SEQ_LEN])
@@ -37,9 +35,7 @@ def conversations_of(windows: tuple[np.ndarray, np.ndarray]) -> list[tuple[int, 
 
 
 def alone(windows: tuple[np.ndarray, np.ndarray]) -> torch.Tensor:
-    """Losses (B, S) of each conversation in a sequence of its own, by the plain model in
-    float64; 0 if untrained.
-    """
+    """Return float64 losses (B, S) of each conversation alone; 0 if untrained."""
     model, losses = chats.plain_model(), torch.zeros(WINDOWS, chats.SEQ_LEN, dtype=torch.float64)
     tokens, flags = (torch.from_numpy(each) for each in windows)
     for number, first, end in conversations_of(windows):
@@ -56,7 +52,8 @@ def alone(windows: tuple[np.ndarray, np.ndarray]) -> torch.Tensor:
 
 
 def wide_rope_table(config, positions):
-    """`rope_table` in float64: angles of large positions lose digits in float32."""
+    """Return `rope_table` in float64."""
+    # angles of large positions lose digits in float32
     exponent = torch.arange(0, config.head_dim, 2, dtype=torch.float64) / config.head_dim
     angle = positions[None, :, None].double() / config.rope_theta**exponent
     return angle.cos()[:, :, None], angle.sin()[:, :, None]
@@ -78,7 +75,8 @@ def test_packed_losses_are_those_of_each_conversation_alone(windows):
     assert (packed - expected).abs().max() < 1e-12
     # attention across conversations would be seen
     assert (leaking - expected).abs().max() > 1e-4
-    # with the table of float32 that is used: angles up to S are rounded to half a unit of their last digit
+    # with the table of float32 that is used: angles up to S are rounded to half a unit of their
+    # last digit
     with torch.no_grad():
         difference = (
             (model(inputs["input"], labels, inputs["documents"]) - alone(windows)).abs().max()

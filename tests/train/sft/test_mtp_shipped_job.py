@@ -1,4 +1,4 @@
-"""configs/mtp.toml: the head for multi-token prediction after the model, trained on conversations, and exported."""
+"""Test of configs/mtp.toml: a multi-token prediction head after the model, exported."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ print(tokens.shape, *model.model.mtp.draft_ids.shape)
 
 @pytest.mark.rotate
 def test_shipped_job(shipped_run, lock, prepared_data, tmp_path):
-    """On two ranks with shapes shrunk, from a checkpoint without the head."""
+    # two ranks with shapes shrunk, from a checkpoint without the head
     start = shipped_run / f"checkpoint/step-{production.STEPS}"
     changes = {"checkpoint.initial_load_path": start, "training.seq_len": chats.SEQ_LEN}
     folder = production.train(production.torchrun(2), "mtp", tmp_path / "mtp", lock, changes)

@@ -1,6 +1,4 @@
-"""`python -m train.sft`: what lies on disk is what the files say, counted, deduplicated,
-held out, and restartable.
-"""
+"""Tests of `python -m train.sft`: its output is counted, deduplicated, held out, restartable."""
 
 from __future__ import annotations
 
@@ -75,7 +73,7 @@ def arguments(tmp_path, tokenizer):
 
 @pytest.fixture
 def prepare(arguments, tmp_path):
-    """Make a source of these rows in place of the fixture's: its manifest."""
+    """Return a function that prepares rows in place of the fixture's and returns the manifest."""
 
     def prepare(rows, **changes):
         path = write(tmp_path / "chat.jsonl", rows)
@@ -90,7 +88,7 @@ def manifest(arguments: Arguments) -> dict[str, Any]:
 
 
 def texts(windows: np.ndarray, flags: np.ndarray, tokenizer: Path) -> tuple[list[str], list[str]]:
-    """The conversations in some windows, whole and (only) what is trained of them; without the padding."""
+    """Return the conversations in some windows, whole and only what is trained, without padding."""
     sp = sentencepiece.SentencePieceProcessor(model_file=str(tokenizer))
     whole, trained = [], []
     for window, marks in zip(windows[:, :-1].tolist(), flags[:, :-1].tolist(), strict=True):
@@ -351,7 +349,6 @@ def test_what_a_user_can_get_wrong_is_one_sentence(arguments, changes, says):
 
 
 def test_a_path_is_taken_as_it_is(arguments, tmp_path, monkeypatch):
-    """Also with "=" in it, and in capitals."""
     monkeypatch.setenv("HOME", str(tmp_path))
     for name in ("lang=en/x.JSONL", "a=b.jsonl.GZ", "~/chat.jsonl"):
         path = Path(name).expanduser() if name.startswith("~") else tmp_path / name

@@ -1,5 +1,7 @@
-"""System messages and tools: one conversation has the same ids in training, in Transformers on the hf_folder
-folder, and in the server; the assistant's messages are trained, and nothing else.
+"""Tests that a conversation with system messages and tools has the same ids everywhere.
+
+Everywhere: in training, in Transformers on the exported folder, and in the server. Only the
+assistant's messages are trained.
 """
 
 from __future__ import annotations
@@ -106,7 +108,7 @@ GOLDEN_SHA256 = "988d062f60704df706047f2dc27e58a0e72ee856dbd29449c52b87502fcfd75
 
 @pytest.fixture(scope="module")
 def data(prepared_data, tmp_path_factory):
-    """A folder of `train.sft --system-and-tools`, with the rows above among others."""
+    """Return a folder of `train.sft --system-and-tools`, with ROWS among others."""
     folder = tmp_path_factory.mktemp("tools")
     others = [
         {
@@ -134,9 +136,10 @@ def data(prepared_data, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def hf_folder(data):
-    """What `export` makes of a run on that data, whose folder has what attempt_record.describe_run copies."""
+    """Export a run on that data."""
     run = data.out.parent / "run"
     run.mkdir()
+    # what attempt_record.describe_run copies
     for path in shards.tokenizer_files(data.out):
         (run / path.name).write_bytes(path.read_bytes())
     (run / "model.json").write_text(json.dumps(chats.CONFIG.to_dict()))
@@ -165,10 +168,9 @@ def encoded_rows(encoder):
 
 
 def with_values(row: Row) -> tuple[list[Row], Any]:
-    """For Transformers, whose templates take contents as one text, a developer as the system, and arguments as
-    values.
-    """
+    """Return messages and tools as Transformers' templates take them."""
     row, tools = json.loads(json.dumps(row)), row.get("tools")
+    # contents as one text, a developer as the system, and arguments as values
     for message in row["messages"]:
         message["role"] = {"developer": "system"}.get(message["role"], message["role"])
         if isinstance(message["content"], list):
@@ -179,7 +181,6 @@ def with_values(row: Row) -> tuple[list[Row], Any]:
 
 
 def test_the_same_ids_in_training_transformers_and_the_server(hf_folder, encoded_rows):
-    """But that Transformers ends a turn where a text spells "</s>" (docs/decisions/sft.md)."""
     from transformers import PreTrainedTokenizerFast
 
     theirs = PreTrainedTokenizerFast.from_pretrained(hf_folder)
@@ -197,6 +198,7 @@ def test_the_same_ids_in_training_transformers_and_the_server(hf_folder, encoded
             {"messages": row["messages"], "tools": tools or [], "add_generation_prompt": False}
         )
         assert prepare_prompt(request, context)[1] == ours.ids.tolist()
+        # Transformers ends a turn where a text spells "</s>" (docs/decisions/sft.md)
         sent = json.loads(json.dumps(row).replace(EOS, ""))
         messages, tools = with_values(sent)
         same = encode(sent, context.prompts, True, SEQ_LEN, False)
@@ -248,7 +250,7 @@ def test_the_template_goes_with_the_model_and_the_default_is_the_published_one(
 
 
 def test_without_the_option_ids_and_hashes_are_those_of_before():
-    """Taken from the code before there was the option."""
+    # values from the code before the option existed
     tokenizer = byte_level(["What is it? It is 7. "] * 9, ["<s>", EOS], 300)
     published = PromptEncoder(
         tokenizer, {"chat_template": CHAT_TEMPLATE.read_text(), "eos_token": EOS}
@@ -263,7 +265,7 @@ def test_without_the_option_ids_and_hashes_are_those_of_before():
 
 
 def test_a_conversation_without_system_and_tools_is_the_published_one(encoder, prepared_data):
-    """So it is held out by the same hash, whatever the template."""
+    # so it is held out by the same hash, whatever the template
     published = encoder_of(prepared_data, CHAT_TEMPLATE)
     for messages in (ASKED, LONG):
         row = {"messages": messages}
@@ -309,7 +311,7 @@ def test_tools_are_described_as_by_the_server_for_templates_without_any():
 
 
 def struct(name: str, **arguments: Any) -> Row:
-    """A call whose arguments are values."""
+    """Return a call whose arguments are values."""
     return {"type": "function", "function": {"name": name, "arguments": arguments}}
 
 
@@ -320,7 +322,7 @@ OF_TWO = {
 
 
 def use_tool(name: str, tools: Any = None, **arguments: Any) -> Row:
-    """A row in which the assistant calls a tool."""
+    """Return a row in which the assistant calls a tool."""
     called = turn("assistant", "", tool_calls=[struct(name, **arguments)])
     return {"messages": [ASKED[0], called, turn("tool", "9")], "tools": tools}
 
@@ -393,7 +395,7 @@ def test_values_that_json_has_not_are_refused(encoder):
     ],
 )
 def test_what_the_template_does_not_show_is_named(encoder, prepared_data, row, tools, ignored):
-    """Of a row, and of what the assistant output."""
+    # of a row, and of the assistant's output
     chosen = encoder if tools else encoder_of(prepared_data, CHAT_TEMPLATE)
     assert encode(row, chosen, tools, SEQ_LEN, False).ignored == ignored
 

@@ -1,4 +1,4 @@
-"""Alerts arrive, once a kind, and nothing waits for a server that does not answer."""
+"""Tests that alerts arrive, once a kind, and that nothing waits for a silent server."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def answer():
 
 @pytest.fixture
 def posts(job, answer, monkeypatch):
-    """What a server of the job's webhook receives; a text that holds "hang" waits for `answer`."""
+    """Return what the job's webhook receives; a text that holds "hang" waits for `answer`."""
     received: list[dict[str, Any]] = []
 
     class Server(BaseHTTPRequestHandler):

@@ -1,4 +1,4 @@
-"""An attempt ends with nothing of it left alive, and says who is to blame."""
+"""Tests that an attempt leaves no process alive, and names who is to blame."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ REPORT = "Root Cause (first observed failure):\n[0]:\n  host      : a.long.name\
 
 @pytest.fixture
 def begin(job, monkeypatch):
-    """Start an attempt whose workers are this shell command; console: what torchrun has output."""
+    """Start an attempt whose workers are this shell command; console: torchrun's output."""
 
     def begin(command, nodes=None, per_node=1, console="", **options):
         started = ["sh", "-c", command]
@@ -185,8 +185,7 @@ def test_ranks_stay_beside_their_gpus(monkeypatch, tmp_path, numactl, trial, off
 
 
 def test_a_uid_without_a_name_starts_workers(monkeypatch, tmp_path):
-    """As in a container with --user: nothing asks for the name."""
-
+    # as in a container with --user
     def unknown(*_):
         raise KeyError("uid not found: 4242")
 

@@ -1,4 +1,4 @@
-"""Which rank is blamed for a hang: by the supervisor's own clock, and by the marks that every rank passes."""
+"""Tests of which rank is blamed for a hang, by the supervisor's clock and the ranks' marks."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ def beat(
 def find_blame(
     folder: Path, marks: list[tuple[int, str] | None], dead: tuple[int, ...] = ()
 ) -> tuple:
-    """(ranks, words) for ranks that stand at these marks; None: never reported; dead: wrote no
-    more after the start.
+    """Return (ranks, words) for ranks at these marks.
 
-    The clock of every node is wrong, each by another minute.
+    marks: None for a rank that never reported. dead: ranks that wrote nothing after the start.
     """
     clock = Clock()
+    # the clock of every node is wrong, each by another minute
     watch = HangWatch(folder, len(marks), TIMEOUT_S, TIMEOUT_S, clock)
     waited_s = None
     while waited_s is None:

@@ -1,4 +1,4 @@
-"""Two jobs never train in one folder, whoever of the first one is still alive."""
+"""Tests that two jobs never train in one folder, whichever process of the first is alive."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_a_rank_that_finds_what_rank_0_does_not_speaks_for_itself(tmp_path, monk
 
 @pytest.mark.job
 def test_workers_outlive_their_supervisor_and_keep_others_out(phase1, tmp_path):
-    """The supervisor is SIGKILLed while its workers wait for a stopped rank."""
+    # the supervisor is SIGKILLed while its workers wait for a stopped rank
     run = tmp_path / "run"
     faults = [{"kind": "stop", "step": 3, "rank": 1}]
     job = [*arguments(run, phase1, steps=6, interval=2), "--resilience.hang_timeout_s", "600"]

@@ -1,4 +1,4 @@
-"""Pre-flight: a good node passes, every planted fault is named with what mends it, what never answers is given up."""
+"""Tests of pre-flight: good nodes pass, faults are named with a remedy, silence is given up."""
 
 from __future__ import annotations
 

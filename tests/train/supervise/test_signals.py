@@ -1,6 +1,4 @@
-"""A signal sets a flag while the main thread is busy; the deadline ends a process that does not
-come to its end.
-"""
+"""Tests that a signal sets a flag while the main thread is busy, and of the deadline."""
 
 from __future__ import annotations
 

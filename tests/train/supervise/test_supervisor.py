@@ -1,6 +1,4 @@
-"""The restart loop's decisions, with workers that only leave an outcome: what is started again,
-and what is not.
-"""
+"""Tests of the restart loop's decisions, with workers that only leave an outcome."""
 
 from __future__ import annotations
 
@@ -29,7 +27,7 @@ Life = tuple[int, int, str, int | None] | OSError
 
 @pytest.fixture
 def supervise(job, monkeypatch):
-    """Run a supervisor whose attempts live these lives: (its exit status, how many attempts it made)."""
+    """Run a supervisor over these attempts; return (exit status, number of attempts)."""
     job.resilience.backoff_s = 0.0
     job.checkpoints.mkdir()
 
@@ -140,7 +138,7 @@ def test_policies_after_a_refused_step(supervise, job, policy, starts):
 
 @pytest.fixture
 def healthy(monkeypatch):
-    """Pre-flight's answers: bad nodes, and what the exchanges say, one after another."""
+    """Set pre-flight's answers: bad nodes, and the exchanges' problems, in turn."""
     answers = SimpleNamespace(bad={}, problems=[])
 
     def exchange_problem(nodes, *_):
