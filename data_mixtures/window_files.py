@@ -50,10 +50,10 @@ class WindowFiles:
         """Read windows of files, by number (n,): (n, S + 1). ValueError for a damaged block."""
         rows = np.empty((len(files), self.seq_len + 1), dtype)
         for row, file, window in zip(rows, files.tolist(), windows.tolist(), strict=True):
-            self._read(file, window, row)
+            self._read_window(file, window, row)
         return rows
 
-    def _read(self, file: int, window: int, out: np.ndarray) -> None:
+    def _read_window(self, file: int, window: int, out: np.ndarray) -> None:
         first = window * self.seq_len
         end = first + self.seq_len + 1
         checked, width = self._checked[file], self._dtypes[file].itemsize

@@ -24,7 +24,7 @@ def write(path: Path, windows: int = WINDOWS) -> tuple[str, dict]:
     return str(path), shards.write_windows(path, tokens, SEQ_LEN)
 
 
-def read(files: WindowFiles, window: int, file: int = 0) -> np.ndarray:
+def read_window(files: WindowFiles, window: int, file: int = 0) -> np.ndarray:
     return files.read_windows(np.array([file]), np.array([window]))[0]
 
 
@@ -45,9 +45,9 @@ def test_one_flipped_bit_fails_every_window_of_its_block_and_no_other(small_bloc
             with pytest.raises(
                 ValueError, match=rf"shard-00007\.bin: block {bad} of 3 .* damaged.*verify"
             ):
-                read(files, window)
+                read_window(files, window)
         else:
-            assert read(files, window)[0] == window * SEQ_LEN
+            assert read_window(files, window)[0] == window * SEQ_LEN
 
 
 def test_a_file_that_shrinks_or_goes_is_an_error_not_a_crash(small_blocks, tmp_path):
@@ -55,11 +55,11 @@ def test_a_file_that_shrinks_or_goes_is_an_error_not_a_crash(small_blocks, tmp_p
     files = WindowFiles([(short, entry), gone], SEQ_LEN)
     os.truncate(short, 100)
     os.unlink(gone[0])
-    assert read(files, 0)[0] == 0
+    assert read_window(files, 0)[0] == 0
     with pytest.raises(ValueError, match=r"short: block 1 of 3 .* is damaged"):
-        read(files, 10)
+        read_window(files, 10)
     with pytest.raises(ValueError, match=r"gone: block 0 of 3 .* cannot be read: .*No such file"):
-        read(files, 0, file=1)
+        read_window(files, 0, file=1)
 
 
 def test_open_files_stay_few(tmp_path, monkeypatch):
@@ -68,7 +68,9 @@ def test_open_files_stay_few(tmp_path, monkeypatch):
     files = WindowFiles([write(tmp_path / f"{i}", windows=3) for i in range(200)], SEQ_LEN)
     before = len(os.listdir("/proc/self/fd"))
     with ThreadPoolExecutor(4) as pool:
-        rows = list(pool.map(lambda file: read(files, file % 3, file), [*range(200), *range(200)]))
+        rows = list(
+            pool.map(lambda file: read_window(files, file % 3, file), [*range(200), *range(200)])
+        )
     assert [row[0] for row in rows] == [file % 3 * SEQ_LEN for file in [*range(200), *range(200)]]
     assert len(os.listdir("/proc/self/fd")) - before <= 10
 
