@@ -24,7 +24,7 @@ from data_mixtures.prepare import Arguments
 from data_mixtures.stages import pipeline
 from data_mixtures.stages import stats as statistics
 
-Given = tyro.conf.OmitArgPrefixes[Arguments]
+DataArguments = tyro.conf.OmitArgPrefixes[Arguments]
 Sources = Annotated[str, tyro.conf.arg(help="names of sources, separated by commas; default: all")]
 
 
@@ -48,57 +48,64 @@ def run(arguments: Sequence[str]) -> None:
     )
 
 
-def open_run(given: Arguments, sources: str) -> AbstractContextManager[pipeline.RunContext]:
+def open_run(arguments: Arguments, sources: str) -> AbstractContextManager[pipeline.RunContext]:
     console = Console(highlight=False)
     return pipeline.open_run(
-        given.recipe, given.out, given.options(), console, sources, **given.how()
+        arguments.recipe,
+        arguments.out,
+        arguments.options(),
+        console,
+        sources,
+        **arguments.settings(),
     )
 
 
-def check_on_disk(given: Arguments, command: str) -> None:
+def check_on_disk(arguments: Arguments, command: str) -> None:
     """Raise ValueError for a command that reads all data when they are behind a URL."""
-    if url := store.url_of(given.out):
+    if url := store.url_of(arguments.out):
         copy = f"copy the <source> folders, tokenizer.* and *.lock.json of {url} to a folder"
         raise ValueError(
             f"{command} reads all data, and they are not on this disk: {copy}, and give that as --out"
         )
 
 
-def one_stage(name: str, /, given: Given, sources: Sources = "") -> None:
+def one_stage(name: str, /, arguments: DataArguments, sources: Sources = "") -> None:
     """One stage from text to shards."""
-    with open_run(given, sources) as context:
+    with open_run(arguments, sources) as context:
         pipeline.do(context, name)
 
 
-def manifest(given: Given, sources: Sources = "") -> None:
+def manifest(arguments: DataArguments, sources: Sources = "") -> None:
     """Publish the shards with their manifests, and pin the phases."""
-    with open_run(given, sources) as context:
+    with open_run(arguments, sources) as context:
         pipeline.publish(context)
 
 
-def verify(given: Given, sources: Sources = "") -> None:
+def verify(arguments: DataArguments, sources: Sources = "") -> None:
     """Compare every byte with its manifest; for damage, print the commands that restore it."""
-    check_on_disk(given, "verify")
-    with open_run(given, sources) as context:
-        pipeline.check_data(context, given.recipe)
+    check_on_disk(arguments, "verify")
+    with open_run(arguments, sources) as context:
+        pipeline.check_data(context, arguments.recipe)
 
 
-def stats(given: Given, sources: Sources = "") -> None:
+def stats(arguments: DataArguments, sources: Sources = "") -> None:
     """Tables of what prepared data holds, and DIR/stats.json."""
-    check_on_disk(given, "stats")
-    with open_run(given, sources) as context:
+    check_on_disk(arguments, "stats")
+    with open_run(arguments, sources) as context:
         statistics.write(context.out, context.sources, context.console, context.threads)
 
 
 def free(
-    given: Given, stage: Literal["fetch", "filter", "tokenize", "runs"], sources: Sources = ""
+    arguments: DataArguments,
+    stage: Literal["fetch", "filter", "tokenize", "runs"],
+    sources: Sources = "",
 ) -> None:
     """Delete the files of a stage, if the stage that reads them has done all units.
 
     Args:
         stage: the stage whose files to delete
     """
-    with open_run(given, sources) as context:
+    with open_run(arguments, sources) as context:
         pipeline.free(context, stage)
 
 

@@ -53,11 +53,11 @@ def as_dataset(
     """
     _open_mixture(lock).check_epochs(sequences)
     numbers = [range(start + rank, sequences, world)]
-    made = datasets.IterableDataset.from_generator(
+    dataset = datasets.IterableDataset.from_generator(
         _rows, gen_kwargs={"lock": str(lock), "numbers": numbers}
     )
-    assert isinstance(made, datasets.IterableDataset)
-    return made
+    assert isinstance(dataset, datasets.IterableDataset)
+    return dataset
 
 
 class MixtureNode(BaseNode[Row]):
@@ -80,8 +80,8 @@ class MixtureNode(BaseNode[Row]):
                     f"the state is of another mixture than {self.lock}; continue with the lock it was made with"
                 )
             used = self.mixture.windows_per_source(self.sequences)
-            for name, read in initial_state["read"].items():
-                self.mixture.check_continues(name, used[name], read)
+            for name, identities in initial_state["read"].items():
+                self.mixture.check_continues(name, used[name], identities)
 
     def next(self) -> Row:
         number = self.sequences + self.rank
@@ -90,9 +90,9 @@ class MixtureNode(BaseNode[Row]):
 
     def get_state(self) -> dict[str, Any]:
         used = self.mixture.windows_per_source(self.sequences)
-        read = {
+        read_files = {
             name: self.mixture.read_files(name, windows)
             for name, windows in used.items()
             if windows
         }
-        return {"sequences": self.sequences, "rule": self.mixture.rule, "read": read}
+        return {"sequences": self.sequences, "rule": self.mixture.rule, "read": read_files}

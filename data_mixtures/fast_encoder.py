@@ -56,7 +56,9 @@ def of_json(path: Path) -> Encode | None:
     spec = json.loads(path.read_text(encoding="utf-8"))
     # gigatoken finds every added token in a text, and has no option against it: "<s>" in a document
     # would become the control id. So it gets the tokenizer without its special tokens
-    spec["added_tokens"] = [each for each in spec.get("added_tokens") or () if not each["special"]]
+    spec["added_tokens"] = [
+        token for token in spec.get("added_tokens") or () if not token["special"]
+    ]
     return _encoder(lambda: spec)
 
 
@@ -67,12 +69,14 @@ def of_sentencepiece(model: bytes) -> Encode | None:
         from gigatoken._load.sentencepiece import sentencepiece_to_tokenizer_json
 
         spec = json.loads(sentencepiece_to_tokenizer_json(model))
-        special = {each["content"] for each in spec["added_tokens"] if each["special"]}
-        never = special | {spec["model"]["unk_token"]} | {f"<0x{byte:02X}>" for byte in range(256)}
-        spec["added_tokens"] = [each for each in spec["added_tokens"] if not each["special"]]
+        special = {token["content"] for token in spec["added_tokens"] if token["special"]}
+        excluded = (
+            special | {spec["model"]["unk_token"]} | {f"<0x{byte:02X}>" for byte in range(256)}
+        )
+        spec["added_tokens"] = [token for token in spec["added_tokens"] if not token["special"]]
         # derived from the pieces; drop merges to pieces that sentencepiece never makes of text
         spec["model"]["merges"] = [
-            pair for pair in spec["model"]["merges"] if "".join(pair) not in never
+            pair for pair in spec["model"]["merges"] if "".join(pair) not in excluded
         ]
         return spec
 
@@ -85,9 +89,9 @@ def _encoder(convert: Callable[[], dict[str, Any]]) -> Encode | None:
         import gigatoken
 
         backend = gigatoken.Tokenizer.from_json(json.dumps(convert()))
-    except Exception as why:
+    except Exception as error:
         # a package that is missing, or what it does not support, in errors of any kind
-        logging.getLogger(__name__).debug("no fast encoder: %s", why)
+        logging.getLogger(__name__).debug("no fast encoder: %s", error)
         return None
 
     def encode(texts: Texts) -> Encoded:

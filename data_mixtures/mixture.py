@@ -43,12 +43,12 @@ def pin(
     packing: str = PACKING,
 ) -> Path:
     """Write data_dir/<phase>.lock.json for the current content of these sources; return its path."""
-    first = shards.read_manifest(data_dir / next(iter(weights)))
+    manifest = shards.read_manifest(data_dir / next(iter(weights)))
     lock: Json = {"format": shards.FORMAT, "phase": phase, "seed": seed, "seq_len": seq_len}
     lock |= {
         "packing": packing,
         "order": order.RULE,
-        **{key: first[key] for key in shards.TOKENIZER_FACTS},
+        **{key: manifest[key] for key in shards.TOKENIZER_FACTS},
     }
     lock["sources"] = [source_entry(data_dir, *each, epoch_cap, lock) for each in weights.items()]
     path = data_dir / f"{phase}.lock.json"
@@ -175,11 +175,11 @@ class Mixture:
                 raise ValueError(
                     f"offset of {name!r} is {offset}; it counts windows: never negative"
                 )
-        moved = copy.copy(self)
-        moved._offsets = np.array(
+        mixture = copy.copy(self)
+        mixture._offsets = np.array(
             [offsets.get(name, 0) for name in self.source_names], dtype=np.int64
         )
-        return moved
+        return mixture
 
     def sequences(self, first: int, count: int) -> tuple[np.ndarray, np.ndarray]:
         """Return global sequences from `first` on: (tokens int64 (count, S + 1), source_index int64 (count,)).
@@ -250,23 +250,25 @@ class Mixture:
         last = int(np.searchsorted(self._file_begins, begin + min(windows, total)))
         whole = [f"all {total}"] if windows > total else []
         files = zip(self._file_names, self._steps[:, 0].tolist(), self._file_sha256, strict=True)
-        read = [_digest([self._decides, source, *each]) for each in list(files)[first:last]]
-        return read + whole
+        identities = [_digest([self._decides, source, *facts]) for facts in list(files)[first:last]]
+        return identities + whole
 
     def check_continues(self, source: str, windows: int, read: Sequence[str] | None) -> None:
         """Raise ValueError unless `read` (the `read_files` of then, or None) are the current data."""
-        now = self.read_files(source, windows)
-        if now == read:
+        current = self.read_files(source, windows)
+        if current == read:
             return
-        pairs = enumerate(zip(now, read or [], strict=False))
-        same = next((n for n, (here, there) in pairs if here != there), len(now))
+        pairs = enumerate(zip(current, read or [], strict=False))
+        shared_files = next((n for n, (now, before) in pairs if now != before), len(current))
         begin = int(self._source_begins[self.source_names.index(source)])
         first = int(np.searchsorted(self._file_begins, begin))
-        held = min(windows, int(self._steps[first : first + same, 0].sum())) if read else 0
+        shared_windows = (
+            min(windows, int(self._steps[first : first + shared_files, 0].sum())) if read else 0
+        )
         raise ValueError(
-            f"source {source!r} is not the one of which {windows} windows were read: {held} of these lie in files "
-            f"that are unchanged, {windows - held} in others. Going on behind window {windows} could read up to "
-            f"{windows - held} windows twice and leave out as many; from its beginning, {windows}. Continue with the "
+            f"source {source!r} is not the one of which {windows} windows were read: {shared_windows} of these lie in files "
+            f"that are unchanged, {windows - shared_windows} in others. Going on behind window {windows} could read up to "
+            f"{windows - shared_windows} windows twice and leave out as many; from its beginning, {windows}. Continue with the "
             "data of the checkpoint (more `keep` changes the last shard, and adds others behind it), give new text "
             f"as a source of another name, or read it from its beginning: mixture.begin_again = [{source!r}]"
         )

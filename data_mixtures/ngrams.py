@@ -112,14 +112,14 @@ class _Lookup:
         self.hashes = hashes
         # two tables, by a hash's highest bits and by those that follow, keep almost all text away
         # from the binary search
-        self._tables, done = [], 0
+        self._tables, used_bits = [], 0
         for entries in _TABLE_ENTRIES:
             bits = max(10, (len(hashes) * entries).bit_length())
-            shifts = np.uint64(done), np.uint64(64 - bits)
+            shifts = np.uint64(used_bits), np.uint64(64 - bits)
             table = np.zeros(1 << bits, bool)
             table[hashes << shifts[0] >> shifts[1]] = True
             self._tables.append((table, shifts))
-            done += bits
+            used_bits += bits
 
     def find(self, hashes: np.ndarray) -> Pair:
         """Return (places of the known hashes, their places among the known)."""
@@ -146,13 +146,15 @@ def passage_grams(texts: list[str]) -> Triple:
         for length in range(SHORTEST_WORDS, GRAM_WORDS + 1):
             at = np.arange(len(words) - length + 1)
             passage = np.searchsorted(bounds, at, side="right") - 1
-            wanted = sizes[passage] >= length if length == GRAM_WORDS else sizes[passage] == length
-            wanted &= at + length <= bounds[passage + 1]
+            begins_gram = (
+                sizes[passage] >= length if length == GRAM_WORDS else sizes[passage] == length
+            )
+            begins_gram &= at + length <= bounds[passage + 1]
             # leave out grams of numbers and single letters
-            wanted &= telling[at + length] - telling[at] >= _TELLING_WORDS
-            at = at[wanted]
+            begins_gram &= telling[at + length] - telling[at] >= _TELLING_WORDS
+            at = at[begins_gram]
             heads, grams = (_gram_hashes(words, at, size) for size in (SHORTEST_WORDS, length))
-            parts.append((heads, grams, passage[wanted] + first))
+            parts.append((heads, grams, passage[begins_gram] + first))
         first += len(window)
     heads, grams, passages = (np.concatenate(column) for column in zip(*parts, strict=True))
     return heads, grams, passages
@@ -218,17 +220,17 @@ def _hash_words(data: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> np.nd
     # UTF-8, eight bytes at a time: a few operations a word
     padded = np.concatenate([data, np.zeros(_EIGHT, np.uint8)])
     eight = np.ndarray(len(data) + 1, "<u8", padded, strides=(1,))  # from each byte on
-    left = ends - starts
-    hashes = eight[starts] & _FIRST.take(left, mode="clip")
-    at = np.flatnonzero(left > _EIGHT)
-    for done in range(_EIGHT, _LONGEST, _EIGHT):
+    sizes = ends - starts
+    hashes = eight[starts] & _FIRST.take(sizes, mode="clip")
+    at = np.flatnonzero(sizes > _EIGHT)
+    for offset in range(_EIGHT, _LONGEST, _EIGHT):
         if not len(at):
             break
-        more = eight[starts[at] + done] & _FIRST.take(left[at] - done, mode="clip")
+        more = eight[starts[at] + offset] & _FIRST.take(sizes[at] - offset, mode="clip")
         hashes[at] = hashes[at] * np.uint64(_BYTES) + more
-        at = at[left[at] > done + _EIGHT]
+        at = at[sizes[at] > offset + _EIGHT]
     hashes[at] = hashes[at] * np.uint64(_BYTES) + (
-        eight[ends[at] - _EIGHT] ^ left[at].astype(np.uint64)
+        eight[ends[at] - _EIGHT] ^ sizes[at].astype(np.uint64)
     )
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1)):
         # splitmix64's bijection: each of 64 bits reaches every bit of the result

@@ -96,8 +96,12 @@ def stride(windows: int) -> int:
     # least windows / ((MAX_QUOTIENT + 2) j) from there.
     golden = windows * _GOLDEN >> 64
     near = (golden + sign * distance for distance in range(windows + 1) for sign in (1, -1))
-    fits = (each for each in near if 0 < each <= windows and gcd(each, windows) == 1)
-    return next(each for each in fits if max(_quotients(windows, each)) <= MAX_QUOTIENT)
+    fits = (
+        candidate for candidate in near if 0 < candidate <= windows and gcd(candidate, windows) == 1
+    )
+    return next(
+        candidate for candidate in fits if max(_quotients(windows, candidate)) <= MAX_QUOTIENT
+    )
 
 
 def _quotients(numerator: int, denominator: int) -> Iterator[int]:

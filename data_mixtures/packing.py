@@ -66,9 +66,9 @@ def pack(lengths: Sequence[int], size: int) -> list[list[int]]:
             room, window = size, len(windows)
             windows.append([])
         windows[window].append(item)
-        left = room - length
-        with_room[left].append(window)
-        rooms |= (left > 0) << left
+        rest = room - length
+        with_room[rest].append(window)
+        rooms |= (rest > 0) << rest
     return windows
 
 
@@ -116,11 +116,11 @@ def best_fit(
             pieces.append(Piece(ids, later[: len(ids)]))
             owners.append(document)
             first.append(at == begin)
-    windows = pack([len(each.ids) for each in pieces], size)
+    windows = pack([len(piece.ids) for piece in pieces], size)
     windows = shuffle_windows(windows, keys[owners].tolist() if owners else [], seed)
     order = [owners[item] for item in chain.from_iterable(windows) if first[item]]
     tokens, flags = (
         streams(windows, pieces, size, stream.dtype) if windows else (stream[:0], stream[:0])
     )
-    padding = len(windows) * size - sum(len(each.ids) for each in pieces)
+    padding = len(windows) * size - sum(len(piece.ids) for piece in pieces)
     return Packed(tokens, flags, np.array(order, np.int64), padding)

@@ -30,23 +30,25 @@ from data_mixtures.stages.stage import AGAIN
 from records.workers import usable_cpus
 
 
-def prepare(recipe_path: Path, out: Path, options: Options, console: Console, **how: Any) -> None:
+def prepare(
+    recipe_path: Path, out: Path, options: Options, console: Console, **settings: Any
+) -> None:
     """Run all stages; finished units are kept after an error.
 
     Args:
-        how: mirror, budget_bytes, replace, as in `Arguments`.
+        settings: mirror, budget_bytes, replace, as in `Arguments`.
 
     Raises:
         ValueError: wrong recipe, missing text, full disk...
     """
     started = time.monotonic()
     console.print(f"preparing {recipe_path} -> {out}", soft_wrap=True)
-    with pipeline.open_run(recipe_path, out, options, console, tables=False, **how) as context:
+    with pipeline.open_run(recipe_path, out, options, console, tables=False, **settings) as context:
         out = context.out
         for name in pipeline.TO_SHARDS:
             pipeline.do(context, name)
-        made = pipeline.publish(context)
-    manifests = {name: shards.read_manifest(out / name) for name in made}
+        outcomes = pipeline.publish(context)
+    manifests = {name: shards.read_manifest(out / name) for name in outcomes}
     for table in stats.sizes_and_lengths(manifests):
         console.print(table)
     stats.print_lost_files(manifests, console)
@@ -86,7 +88,7 @@ class Arguments:
             raise ValueError(f"--workers = {self.workers} must be 1 or more")
         return Options(self.workers, self.executor)
 
-    def how(self) -> dict[str, Any]:
+    def settings(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in ("mirror", "budget_bytes", "replace")}
 
 
@@ -103,9 +105,15 @@ def run_command(run: Callable[[], None]) -> int:
     return 0
 
 
-def run(given: tyro.conf.OmitArgPrefixes[Arguments]) -> None:
+def run(arguments: tyro.conf.OmitArgPrefixes[Arguments]) -> None:
     """All stages, from text to shards, manifests and lock files."""
-    prepare(given.recipe, given.out, given.options(), Console(highlight=False), **given.how())
+    prepare(
+        arguments.recipe,
+        arguments.out,
+        arguments.options(),
+        Console(highlight=False),
+        **arguments.settings(),
+    )
 
 
 def main() -> int:

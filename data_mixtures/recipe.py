@@ -258,22 +258,22 @@ class Recipe:
 
     def source(self, name: str) -> Source:
         """A source by name; with the defaults for a name that the recipe lacks."""
-        return next((each for each in self.sources if each.name == name), Source(name))
+        return next((entry for entry in self.sources if entry.name == name), Source(name))
 
     def valid_per_10000_of(self, source: str) -> int:
         """valid_per_10000 of a source by name."""
-        own = self.source(source).valid_per_10000
-        return self.valid_per_10000 if own is None else own
+        override = self.source(source).valid_per_10000
+        return self.valid_per_10000 if override is None else override
 
 
-def check_known(what: str, given: Iterable[str], known: Iterable[str]) -> None:
+def check_known(what: str, names: Iterable[str], choices: Iterable[str]) -> None:
     """Refuse names that are not known, with the nearest one."""
-    known = list(known)
-    for name in given:
-        if name not in known:
-            raise ValueError(f"unknown {what} {name!r}; {nearest(str(name), known, 'use')}")
+    choices = list(choices)
+    for name in names:
+        if name not in choices:
+            raise ValueError(f"unknown {what} {name!r}; {nearest(str(name), choices, 'use')}")
 
 
-def nearest(name: str, known: list[str], choice: str) -> str:
-    near = difflib.get_close_matches(name, known, n=1)
-    return f"did you mean {near[0]!r}?" if near else f"{choice} {known}"
+def nearest(name: str, choices: list[str], hint: str) -> str:
+    matches = difflib.get_close_matches(name, choices, n=1)
+    return f"did you mean {matches[0]!r}?" if matches else f"{hint} {choices}"

@@ -60,15 +60,15 @@ def _list_sources(table: Table, used: set[str]) -> Table:
     """Sources of a shared list that a phase uses, each with what its [repos."owner/name"] says."""
     sources = dict(table.get("sources", {}))
     for repo, shared in table.get("repos", {}).items():
-        own = shared.pop("sources")
-        sources |= {name: {"repo": repo, **shared, **values} for name, values in own.items()}
+        members = shared.pop("sources")
+        sources |= {name: {"repo": repo, **shared, **values} for name, values in members.items()}
     return {name: values for name, values in sources.items() if name in used}
 
 
 def _recipe(table: Table, folder: Path) -> Recipe:
     weights = {key: table.pop(key) for key in list(table) if re.fullmatch(r"phase\d+", key)}
     if isinstance(table.get("sources"), str):
-        used = {name for each in weights.values() for name in each}
+        used = {name for sources_weights in weights.values() for name in sources_weights}
         table["sources"] = _list_sources(_toml(folder / table["sources"]), used)
     sources = table.pop("sources", {})
     for key in ("keep", "files"):
@@ -79,24 +79,24 @@ def _recipe(table: Table, folder: Path) -> Recipe:
     for key in table.keys() - _keys(Recipe):
         if isinstance(table[key], dict) and {int} == set(map(type, table[key].values())):
             raise ValueError(f"[{key}]: phases are named [phase1], [phase2], ...; rename it")
-    table["sources"] = tuple(_source(*each) for each in sources.items())
-    read = _build(Recipe, "recipe", table, phases={}, folder=folder)
+    table["sources"] = tuple(_source(*sources_weights) for sources_weights in sources.items())
+    recipe = _build(Recipe, "recipe", table, phases={}, folder=folder)
     if not weights:
         raise ValueError("no mixture: add a [phase1] table with one integer weight per source")
     roots = {"recipe": str(folder)}
-    benchmarks = {name: pattern_of(path, roots) for name, path in read.filter.benchmarks.items()}
+    benchmarks = {name: pattern_of(path, roots) for name, path in recipe.filter.benchmarks.items()}
     phases = {phase: _weights(phase, given, list(sources)) for phase, given in weights.items()}
-    placed = dataclasses.replace(read.filter, benchmarks=benchmarks)
-    return dataclasses.replace(read, filter=placed, phases=phases)
+    filters = dataclasses.replace(recipe.filter, benchmarks=benchmarks)
+    return dataclasses.replace(recipe, filter=filters, phases=phases)
 
 
-def _build(cls: Callable[..., T], what: str, table: Any, **given: Any) -> T:
+def _build(cls: Callable[..., T], what: str, table: Any, **fields: Any) -> T:
     """A dataclass from a table with keys as its fields are named, and fields that are not in the table."""
     if not isinstance(table, dict):
         raise ValueError(f"{what}: {table!r} must be a table of keys")
-    check_known(f"{what} key", table, [key for key in _keys(cls) if key not in given])
+    check_known(f"{what} key", table, [key for key in _keys(cls) if key not in fields])
     try:
-        return cls(**table, **given)
+        return cls(**table, **fields)
     except ValidationError as error:
         raise ValueError(f"{what}: {_explain(error)}") from error
 
@@ -113,8 +113,8 @@ def _explain(error: ValidationError) -> str:
     if first["type"] == "missing":
         return f"lacks {key!r}"
     if first["type"] == "unexpected_keyword_argument":  # of a table inside
-        known = {"inputs": Input, "filter": Filter, "dedup": Dedup}[str(path[0])]
-        return f"unknown key {key!r}; {nearest(str(path[-1]), _keys(known), 'use')}"
+        part = {"inputs": Input, "filter": Filter, "dedup": Dedup}[str(path[0])]
+        return f"unknown key {key!r}; {nearest(str(path[-1]), _keys(part), 'use')}"
     where = f"{key} = {first['input']!r}: " if first["type"] != "value_error" else ""
     return where + message.replace("Input", "it").replace("tuple", "list")
 
@@ -139,9 +139,9 @@ def _source(name: str, values: Table) -> LocalSource | HubSource:
 def _tokenizer(value: Any, folder: Path) -> TokenizerFile | TokenizerTraining:
     table = {"path": value} if isinstance(value, str) else value
     if isinstance(table, dict) and "path" in table:
-        given = _build(TokenizerFile, "tokenizer", table)
+        tokenizer = _build(TokenizerFile, "tokenizer", table)
         # an absolute path stays
-        return dataclasses.replace(given, path=str(folder / Path(given.path).expanduser()))
+        return dataclasses.replace(tokenizer, path=str(folder / Path(tokenizer.path).expanduser()))
     return _build(TokenizerTraining, "tokenizer", value)
 
 

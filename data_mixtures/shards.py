@@ -184,7 +184,7 @@ def tokenizer_files(folder: Path) -> list[Path]:
     path = tokenizer_path(folder)
     files = (path, folder / TOKENIZER_CONFIG) if path.name == TOKENIZER_JSON else (path,)
     files = (*files, folder / CHAT_TEMPLATE)
-    return [each for each in files if each.is_file()]
+    return [file for file in files if file.is_file()]
 
 
 class MissingFile(ValueError, FileNotFoundError):

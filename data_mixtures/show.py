@@ -70,31 +70,33 @@ def command(question: tyro.conf.OmitArgPrefixes[Question]) -> None:
     run(question, Console(highlight=False))
 
 
-def run(given: Question, console: Console) -> None:
+def run(question: Question, console: Console) -> None:
     """Show what the question asks for; ValueError for everything that a user can fix."""
-    if not given.data.exists():
+    if not question.data.exists():
         raise ValueError(
-            f"{given.data} does not exist; give a lock file (phase1.lock.json) or a run folder"
+            f"{question.data} does not exist; give a lock file (phase1.lock.json) or a run folder"
         )
-    attempts = skips.read_attempts(given.data) if given.data.is_dir() else []
-    if given.document or given.origin:
-        lock = attempts[-1].lock if attempts else given.data
-        results = find_documents(lock, given.document, given.origin, Console(stderr=True))
+    attempts = skips.read_attempts(question.data) if question.data.is_dir() else []
+    if question.document or question.origin:
+        lock = attempts[-1].lock if attempts else question.data
+        results = find_documents(lock, question.document, question.origin, Console(stderr=True))
     else:
-        results = chain.from_iterable(starmap(read_sequences, _batches(given, attempts)))
+        results = chain.from_iterable(starmap(read_sequences, _batches(question, attempts)))
     count = 0
-    for count, each in enumerate(results, 1):  # noqa: B007
-        print(json.dumps(each, ensure_ascii=False)) if given.json else print_text(each, console)
+    for count, result in enumerate(results, 1):  # noqa: B007
+        print(json.dumps(result, ensure_ascii=False)) if question.json else print_text(
+            result, console
+        )
     if not count:
         raise ValueError(
             "no such document in the training data; held-out documents are in no document index"
         )
 
 
-def _batches(given: Question, attempts: list[skips.Reading]) -> list[Batch]:
-    step, sequence = given.step, given.sequence
-    if given.bad_step is not None:
-        return _find_refused_batches(given, attempts)
+def _batches(question: Question, attempts: list[skips.Reading]) -> list[Batch]:
+    step, sequence = question.step, question.sequence
+    if question.bad_step is not None:
+        return _find_refused_batches(question, attempts)
     if (
         (step is None and sequence is None)
         or (step is not None and step < 1)
@@ -109,8 +111,8 @@ def _batches(given: Question, attempts: list[skips.Reading]) -> list[Batch]:
     elif attempts:
         reading = skips.attempt_of(attempts, step)
         numbers = reading.numbers(step)
-    elif given.global_batch:
-        numbers = np.arange((step - 1) * given.global_batch, step * given.global_batch)
+    elif question.global_batch:
+        numbers = np.arange((step - 1) * question.global_batch, step * question.global_batch)
     else:
         raise ValueError("--step of a lock file needs --global-batch; or give the run folder")
     if step is not None and sequence is not None:
@@ -119,23 +121,24 @@ def _batches(given: Question, attempts: list[skips.Reading]) -> list[Batch]:
                 f"--sequence {sequence}: a step has {len(numbers)} sequences, counted from 0"
             )
         numbers = numbers[sequence : sequence + 1]
-    return [(reading.lock, reading.offsets, numbers) if reading else (given.data, {}, numbers)]
+    return [(reading.lock, reading.offsets, numbers) if reading else (question.data, {}, numbers)]
 
 
-def _find_refused_batches(given: Question, attempts: list[skips.Reading]) -> list[Batch]:
+def _find_refused_batches(question: Question, attempts: list[skips.Reading]) -> list[Batch]:
     batches = []
-    for event in read_lines(given.data / "events.jsonl"):
-        if event.get("kind") == "bad_step" and event["step"] == given.bad_step:
+    for event in read_lines(question.data / "events.jsonl"):
+        if event.get("kind") == "bad_step" and event["step"] == question.bad_step:
             reading = next(
-                (each for each in attempts if each.attempt == event["attempt"]), attempts[-1]
+                (attempt for attempt in attempts if attempt.attempt == event["attempt"]),
+                attempts[-1],
             )
-            rows = read_lines(given.data / "bad-steps" / Path(event["batch"]).name)
+            rows = read_lines(question.data / "bad-steps" / Path(event["batch"]).name)
             batches.append(
                 (reading.lock, reading.offsets, np.array([row["sequence"] for row in rows]))
             )
     if not batches:
         raise ValueError(
-            f"{given.data}: events.jsonl has no refused batch at step {given.bad_step}"
+            f"{question.data}: events.jsonl has no refused batch at step {question.bad_step}"
         )
     return batches
 
@@ -246,16 +249,16 @@ def find_documents(
             yield {**place, **index.facts(i)}
 
 
-def print_text(found: Json, console: Console) -> None:
+def print_text(result: Json, console: Console) -> None:
 
     def line(text: str, style: str = "") -> None:
         console.print(text, style=style, markup=False, soft_wrap=True)
 
-    place = f"{found['source']}/{found['shard']}, token {found['token_offset']:,}"
-    if "documents" not in found:
-        return line(f"{place}: {_title(found)}")
-    line(f"sequence {found['sequence']:,}: {place}, epoch {found['epoch']}", "bold reverse")
-    for document in found["documents"]:
+    place = f"{result['source']}/{result['shard']}, token {result['token_offset']:,}"
+    if "documents" not in result:
+        return line(f"{place}: {_title(result)}")
+    line(f"sequence {result['sequence']:,}: {place}, epoch {result['epoch']}", "bold reverse")
+    for document in result["documents"]:
         line(_title(document), "bold cyan")
         line(document["text"])
 

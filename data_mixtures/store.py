@@ -54,7 +54,7 @@ class Store:
         if manifests:
             # a bucket's folder may have a name that reads as a pattern
             names += self.system.glob(f"{glob.escape(self.root)}/*/{MANIFEST}")
-        self._write(each for each in names if Path(each).name != LOCK)
+        self._write(name for name in names if Path(name).name != LOCK)
         self._saved = self._stat_small()
 
     def save(self) -> None:
@@ -67,9 +67,9 @@ class Store:
         self._saved = small
 
     def _stat_small(self) -> dict[str, tuple[int, int]]:
-        files = (each for each in self.here.iterdir() if each.is_file() and each.name[0] != ".")
+        files = (path for path in self.here.iterdir() if path.is_file() and path.name[0] != ".")
         # (bytes, time of change)
-        return {each.name: (each.stat().st_size, each.stat().st_mtime_ns) for each in files}
+        return {path.name: (path.stat().st_size, path.stat().st_mtime_ns) for path in files}
 
     def _write(self, names: Iterable[str]) -> None:
         contents: Mapping[str, bytes] = self.system.cat(listed) if (listed := list(names)) else {}
@@ -84,7 +84,7 @@ class Store:
             for unit in folder.glob("unit-*"):  # those that are gone there
                 (unit / RECEIPT).unlink(missing_ok=True)
             self._write(
-                each for each in self.system.find(self.name(folder)) if each.endswith(f"/{RECEIPT}")
+                name for name in self.system.find(self.name(folder)) if name.endswith(f"/{RECEIPT}")
             )
             self._listed.add(folder)
             if folder.is_dir():
@@ -226,15 +226,15 @@ def _new(here: Path, url: str) -> Store:
     shutil.rmtree(here, ignore_errors=True)
     here.mkdir(parents=True)
     (here / MARK).write_text(url, encoding="utf-8")
-    _stores[here] = made = Store(here, url)
-    return made
+    _stores[here] = store = Store(here, url)
+    return store
 
 
 def _remove_left() -> None:
     # copies of workers that are gone
-    for old in _scratch().glob("worker-*"):
-        if not Path(f"/proc/{old.name.removeprefix('worker-')}").exists():
-            shutil.rmtree(old, ignore_errors=True)
+    for folder in _scratch().glob("worker-*"):
+        if not Path(f"/proc/{folder.name.removeprefix('worker-')}").exists():
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _scratch() -> Path:
@@ -246,9 +246,9 @@ def _scratch() -> Path:
 def open_part(out: Path, path: Path) -> BinaryIO:
     """Open a file, here or in the store, to read parts of it; FileNotFoundError if missing."""
     store = of(out)
-    found: Any = (
+    file: Any = (
         store.system.open(store.name(path), "rb", cache_type="none")
         if store
         else path.open("rb", 0)
     )
-    return found
+    return file

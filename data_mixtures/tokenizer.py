@@ -99,13 +99,13 @@ def load(path: Path, bos: str | None = None, eos: str | None = None) -> Tokenize
         raise ValueError(f"{path} cannot be used as a sentencepiece model: {error}") from error
 
 
-def load_given(given: TokenizerFile) -> Tokenizer:
-    return load(Path(given.path), given.bos, given.eos)
+def load_from_recipe(settings: TokenizerFile) -> Tokenizer:
+    return load(Path(settings.path), settings.bos, settings.eos)
 
 
-def copy_given(given: TokenizerFile, folder: Path) -> Path:
+def copy_from_recipe(settings: TokenizerFile, folder: Path) -> Path:
     """Copy a recipe's tokenizer into a folder; return its path."""
-    path, names = Path(given.path), load_given(given).names
+    path, names = Path(settings.path), load_from_recipe(settings).names
     target = folder / (shards.TOKENIZER_JSON if names else shards.TOKENIZER_MODEL)
     if names:
         # tokenizer_config.json beside a tokenizer.json names the tokens at the ends of a document
@@ -117,23 +117,23 @@ def copy_given(given: TokenizerFile, folder: Path) -> Path:
     return target
 
 
-def check_exportable(given: TokenizerFile) -> None:
+def check_exportable(settings: TokenizerFile) -> None:
     """Raise ValueError if a recipe's tokenizer cannot be read or exported."""
     with tempfile.TemporaryDirectory() as folder:
-        path = copy_given(given, Path(folder))
+        path = copy_from_recipe(settings, Path(folder))
         try:
             # the export's own rule: it opens the tokenizer, and compares ids with those of
             # sentencepiece
             open_tokenizer(path)
         except ValueError as error:
-            reason = str(error).replace(str(path), given.path)
-            raise ValueError(f"tokenizer {given.path} cannot be exported: {reason}") from error
+            reason = str(error).replace(str(path), settings.path)
+            raise ValueError(f"tokenizer {settings.path} cannot be exported: {reason}") from error
 
 
 def facts(path: Path) -> dict[str, Any]:
     """Return what source.json and locks record of a tokenizer."""
-    read = load(path)
-    values = read.vocab_size, read.dtype.itemsize, read.bos_id, read.eos_id
+    tokenizer = load(path)
+    values = tokenizer.vocab_size, tokenizer.dtype.itemsize, tokenizer.bos_id, tokenizer.eos_id
     return dict(zip(shards.TOKENIZER_FACTS, (file_sha256(path), *values), strict=True))
 
 
@@ -171,7 +171,7 @@ class Tokenizer(abc.ABC):
     def fast(self) -> fast_encoder.Encode | None:
         """The fast encoder, or None if it encodes a probe differently from the library."""
         encode, special = self._fast_encoder(), self._list_spellings()[:_PROBED]
-        around = [f"a{each}b {each}  {each}\n{each}" for each in special]
+        around = [f"a{spelling}b {spelling}  {spelling}\n{spelling}" for spelling in special]
         probes = [*fast_encoder.PROBES, *special, *around, "".join(special), " ".join(special)]
         return encode if encode and all(self._agrees(encode, probe) for probe in probes) else None
 
@@ -264,7 +264,7 @@ class JsonTokenizer(Tokenizer):
         return fast_encoder.of_json(self._path)
 
     def _list_spellings(self) -> list[str]:
-        return [each.content for each in self._made.get_added_tokens_decoder().values()]
+        return [token.content for token in self._made.get_added_tokens_decoder().values()]
 
     def decode_ids(self, ids: list[int]) -> str:
         return self._made.decode(ids, skip_special_tokens=False)
@@ -281,14 +281,15 @@ def _begin_and_end(
             values = json.loads(beside.read_text(encoding="utf-8"))
             names |= {name: values[name] for name in ("bos_token", "eos_token") if values.get(name)}
     names = {
-        name: each["content"] if isinstance(each, dict) else each for name, each in names.items()
+        name: value["content"] if isinstance(value, dict) else value
+        for name, value in names.items()
     }
-    known = next((pair for pair in KNOWN_NAMES if special.keys() >= set(pair)), (None, None))
-    eos = eos or names.get("eos_token") or (None if bos else known[1])
+    well_known = next((pair for pair in KNOWN_NAMES if special.keys() >= set(pair)), (None, None))
+    eos = eos or names.get("eos_token") or (None if bos else well_known[1])
     if not bos and "eos_token" in names:
         bos = names.get("bos_token", eos)
     elif not bos:
-        bos = known[0] if eos == known[1] else eos
+        bos = well_known[0] if eos == well_known[1] else eos
     if bos not in special or eos not in special:
         raise ValueError(
             f"{path}: documents need special tokens (of added_tokens) at their ends, bos = {bos!r}, eos = {eos!r}; "
@@ -318,11 +319,13 @@ class SentencepieceTokenizer(Tokenizer):
     def _list_spellings(self) -> list[str]:
         # what is given by a user has the score 0, as control pieces have, and the first of those
         # that are trained
-        made = self._processor
+        processor = self._processor
         ids = (
-            i for i in range(made.vocab_size()) if not made.is_byte(i) and made.get_score(i) == 0
+            i
+            for i in range(processor.vocab_size())
+            if not processor.is_byte(i) and processor.get_score(i) == 0
         )
-        return [made.id_to_piece(i) for i in ids]
+        return [processor.id_to_piece(i) for i in ids]
 
     def decode_ids(self, ids: list[int]) -> str:
         return self._processor.decode(ids)

@@ -58,8 +58,8 @@ def fetch(
     origins, left_out = _find_origins(path, name, groups)
     # after a kill, or when too much was missing, only the rest is requested
     saved = {sha1 for part in _parts(parts) for sha1 in part.read(["sha1"])["sha1"].to_pylist()}
-    ask = [sha1 for sha1 in origins if sha1 not in saved]
-    missing = _save(settings.content_url, ask, parts)
+    requests = [sha1 for sha1 in origins if sha1 not in saved]
+    missing = _save(settings.content_url, requests, parts)
     share = missing.total() / max(len(origins), 1)
     if share > settings.max_missing_share:
         raise ValueError(
@@ -135,12 +135,12 @@ def _parts(folder: Path) -> Iterator[pq.ParquetFile]:
             yield part
 
 
-def _save(url: str, ask: list[bytes], folder: Path) -> Counter[str]:
+def _save(url: str, requests: list[bytes], folder: Path) -> Counter[str]:
     """Save every content that comes and count the others; ValueError if nothing answers."""
     bucket, missing = _Bucket(url), Counter[str]()
     with ThreadPoolExecutor(CONNECTIONS) as pool:
-        for start in range(0, len(ask), PART_CONTENTS):
-            names = ask[start : start + PART_CONTENTS]
+        for start in range(0, len(requests), PART_CONTENTS):
+            names = requests[start : start + PART_CONTENTS]
             answers = list(pool.map(bucket.content, names))
             pairs = zip(names, answers, strict=True)
             _save_part(
@@ -148,11 +148,9 @@ def _save(url: str, ask: list[bytes], folder: Path) -> Counter[str]:
             )
             missing.update(answer for answer in answers if isinstance(answer, str))
             if not sys.stderr.isatty():  # in logs, as of Slurm; a terminal has the bar of all units
-                done = (
-                    f"{start + len(names):,} of {len(ask):,} contents, {missing.total():,} missing"
-                )
+                progress = f"{start + len(names):,} of {len(requests):,} contents, {missing.total():,} missing"
                 place = f"{folder.parent.name}/{folder.stem.lstrip('.')}"
-                print(f"fetch {place}: {done}", file=sys.stderr, flush=True)
+                print(f"fetch {place}: {progress}", file=sys.stderr, flush=True)
             if bucket.is_silent():
                 raise ValueError(
                     f"{url} does not answer ({dict(missing)}; {bucket.unanswered} contents in a row, {ATTEMPTS} "
@@ -161,13 +159,13 @@ def _save(url: str, ask: list[bytes], folder: Path) -> Counter[str]:
     return missing
 
 
-def _save_part(folder: Path, came: list[tuple[bytes, bytes]]) -> None:
+def _save_part(folder: Path, contents: list[tuple[bytes, bytes]]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     # named by a number, without the plan: no change of plan makes a part wrong
     path = folder / f"part-{len(list(folder.glob('part-*.parquet'))):06d}.parquet"
     partial = path.with_suffix(".partial")
     table = pa.Table.from_pylist(
-        [{"sha1": sha1, "content": content} for sha1, content in came], schema=PART
+        [{"sha1": sha1, "content": content} for sha1, content in contents], schema=PART
     )
     pq.write_table(table, partial, compression="zstd", row_group_size=_BATCH)
     with partial.open("rb") as file:

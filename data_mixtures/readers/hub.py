@@ -106,10 +106,10 @@ class Hub(Mirror):
         disable_progress_bars()  # `run` shows its own
         folder = target.with_name("download")
         try:
-            got = hf_hub_download(
+            download = hf_hub_download(
                 repo, path, repo_type="dataset", revision=revision, local_dir=folder
             )
-            os.replace(got, target)
+            os.replace(download, target)
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 

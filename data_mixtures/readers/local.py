@@ -68,16 +68,18 @@ def find(
     for path in source_input.paths:
         pattern = pattern_of(path, roots)
         matches = {file[0]: file for file in _glob(pattern)}
-        wanted = {}
+        chosen = {}
         for name, file in matches.items():
             names = name, portable(name, roots)
-            if not any(each in names or fnmatch.filter(names, each) for each in excluded):
-                wanted[name] = file
-        if not wanted:
+            if not any(
+                exclusion in names or fnmatch.filter(names, exclusion) for exclusion in excluded
+            ):
+                chosen[name] = file
+        if not chosen:
             folder = f" (a folder; give its files, such as {pattern}/**/*)"
             hint = " (all excluded)" if matches else folder * os.path.isdir(pattern)
             without.append(pattern + hint)
-        files |= wanted
+        files |= chosen
     if without and all_match:
         raise ValueError(f"no file matches {', '.join(without)}")
     for name in files:
@@ -170,15 +172,15 @@ def check_unchanged(files: Iterable[FileVersion]) -> None:
 
 def check_kind(source_input: Input, files: Iterable[FileVersion]) -> None:
     """Raise ValueError for a file whose suffix is of another kind than its input."""
-    wanted = "parquet" if source_input.kind == "resolved" else source_input.kind
+    expected = "parquet" if source_input.kind == "resolved" else source_input.kind
     for name, _, _ in files:
         plain, codec = split_codec(name)
         suffix = os.path.splitext(plain)[1].lower()
-        if suffix in UNREADABLE or (codec and wanted == "parquet"):
+        if suffix in UNREADABLE or (codec and expected == "parquet"):
             raise ValueError(
                 f"{name} is not read; convert it to Parquet, JSON lines or text, or exclude it"
             )
-        if SUFFIXES.get(suffix, wanted) != wanted:
+        if SUFFIXES.get(suffix, expected) != expected:
             mends = f"its input has kind = {source_input.kind!r}; correct it, or exclude it"
             raise ValueError(f"{name} is {SUFFIXES[suffix]}, {mends}")
 

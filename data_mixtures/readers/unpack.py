@@ -110,7 +110,7 @@ def can_seek(name: str) -> bool:
 
 
 @contextmanager
-def explain_errors(url: str, done: str = "read") -> Iterator[None]:
+def explain_errors(url: str, operation: str = "read") -> Iterator[None]:
     """Turn errors behind a URL into a ValueError with the URL."""
     try:
         yield
@@ -122,4 +122,4 @@ def explain_errors(url: str, done: str = "read") -> Iterator[None]:
         raise ValueError(f"{url} needs a package that is missing ({error}){fix}") from error
     # every store raises errors of its own
     except Exception as error:
-        raise ValueError(f"{url} cannot be {done}: {type(error).__name__}: {error}") from error
+        raise ValueError(f"{url} cannot be {operation}: {type(error).__name__}: {error}") from error

@@ -30,7 +30,7 @@ class _Texts(Grouped):
     def decides(self, unit: Unit) -> list[Any]:
         """Return what keys say about a group's documents and which are held out."""
         near = [
-            documents.near_copies(self.recipe, self.out, each) for each, _ in self.members(unit)
+            documents.near_copies(self.recipe, self.out, member) for member, _ in self.members(unit)
         ]
         digests = [xxhash.xxh3_64_hexdigest(rows.tobytes()) for rows in near]
         return [self.recipe.valid_per_10000_of(unit.source), self.files(unit), digests]
@@ -44,12 +44,13 @@ class _Texts(Grouped):
             numbers = first + np.delete(np.arange(receipt["counts"]["kept"]), near)
             path = stage.check_file(self.out, "filter", member, DOCUMENTS)
             for ids, texts, _ in documents.read_documents(path, near):
-                here = np.array(
-                    [(int.from_bytes(each[8:], "big") < below) == held_out for each in ids], bool
+                selected = np.array(
+                    [(int.from_bytes(identity[8:], "big") < below) == held_out for identity in ids],
+                    bool,
                 )
                 yield (
-                    numbers[: len(ids)][here],
-                    [texts[place].decode() for place in np.flatnonzero(here)],
+                    numbers[: len(ids)][selected],
+                    [texts[place].decode() for place in np.flatnonzero(selected)],
                 )
                 numbers = numbers[len(ids) :]
             first += receipt["counts"]["kept"]
@@ -64,16 +65,16 @@ class HeldOut(_Texts):
         return stage.key_of(self.name, self.decides(unit))
 
     def work(self, unit: Unit, folder: Path) -> Json:
-        found, count = [np.empty(0, _GRAM)], 0
+        parts, count = [np.empty(0, _GRAM)], 0
         for numbers, texts in self.texts(unit, held_out=True):
             heads, grams, passages = ngrams.passage_grams(texts)
             chosen = _smallest(passages, grams)
             rows = np.zeros(len(chosen), _GRAM)
             rows["head"], rows["gram"] = heads[chosen], grams[chosen]
             rows["document"] = numbers[passages[chosen]]
-            found.append(rows)
+            parts.append(rows)
             count += len(texts)
-        shards.save_array(folder / GRAMS, np.concatenate(found))
+        shards.save_array(folder / GRAMS, np.concatenate(parts))
         size = sum(receipt["counts"]["kept"] for _, receipt in self.members(unit))
         return {"documents": size, "held_out": count}
 
@@ -101,9 +102,14 @@ def _build_index(
     # a worker holds the runs of all held-out documents, 64 times 20 bytes each
     rows = [np.load(stage.check_file(out, HELD_OUT, group, GRAMS)) for group, _ in groups]
     pairs = zip(groups, rows, strict=True)
-    owners = [first + each["document"].astype(np.int64) for (_, first), each in pairs]
+    owners = [
+        first + document_grams["document"].astype(np.int64) for (_, first), document_grams in pairs
+    ]
     numbers, passages = np.unique(np.concatenate(owners), return_inverse=True)
-    heads, grams = (np.concatenate([each[name] for each in rows]) for name in ("head", "gram"))
+    heads, grams = (
+        np.concatenate([document_grams[name] for document_grams in rows])
+        for name in ("head", "gram")
+    )
     return ngrams.Index.build(heads, grams, passages, len(numbers)), numbers
 
 
@@ -117,11 +123,11 @@ class Scan(_Texts):
 
     def work(self, unit: Unit, folder: Path) -> Json:
         index, _ = _index(self)
-        found = np.zeros(len(index.grams), bool)
-        if len(found):
+        in_training = np.zeros(len(index.grams), bool)
+        if len(in_training):
             for _, texts in self.texts(unit, held_out=False):
-                found[index.find_grams(texts)[1]] = True
-        shards.save_array(folder / FOUND, np.packbits(found))
+                in_training[index.find_grams(texts)[1]] = True
+        shards.save_array(folder / FOUND, np.packbits(in_training))
         return {"documents": stage.receipt_of(self.out, HELD_OUT, unit)["counts"]["documents"]}
 
 
@@ -146,10 +152,10 @@ class Contained(Grouped):
         groups = [group for group, _, _ in of_all(self, SCAN)]
         for group in groups:
             bits |= np.load(stage.check_file(self.out, SCAN, group, FOUND))
-        found = np.unpackbits(bits, count=len(first) - 1).astype(bool)
-        in_training = passages[np.repeat(found, np.diff(first))]
+        in_training = np.unpackbits(bits, count=len(first) - 1).astype(bool)
+        trained_passages = passages[np.repeat(in_training, np.diff(first))]
         runs, of_training = (
-            np.bincount(each, minlength=len(numbers)) for each in (passages, in_training)
+            np.bincount(each, minlength=len(numbers)) for each in (passages, trained_passages)
         )
         # validation loses the document, training keeps its text: a held-out file that is only a
         # licence would else remove every file with that licence from training

@@ -49,13 +49,15 @@ class Index(NamedTuple):
     def find(self, texts: list[str]) -> list[list[tuple[str, int]]]:
         """Return the sorted (benchmark, item number) that each text holds."""
         starts = np.cumsum([0, *(benchmark.items for benchmark in self.benchmarks)])
-        held: list[set[tuple[int, int]]] = [set() for _ in texts]
+        matches: list[set[tuple[int, int]]] = [set() for _ in texts]
         text, passage = self.passages.find_passages(texts)
         item = self.items[passage].astype(np.int64)
         owner = np.searchsorted(starts, item, side="right") - 1
         for place, benchmark, number in zip(text, owner, item - starts[owner], strict=True):
-            held[place].add((int(benchmark), int(number)))
-        return [[(self.benchmarks[b].name, number) for b, number in sorted(each)] for each in held]
+            matches[place].add((int(benchmark), int(number)))
+        return [
+            [(self.benchmarks[b].name, number) for b, number in sorted(items)] for items in matches
+        ]
 
 
 def make_index(benchmarks: Mapping[str, str], out: Path) -> None:
@@ -120,9 +122,9 @@ def _load(path: Path) -> Index:
 def identity(out: Path, names: Iterable[str]) -> Any:
     """Return what keys say about the index. ValueError as `load`."""
     header = _header(out / INDEX)
-    held = {benchmark["name"] for benchmark in header["benchmarks"]} if header else set()
-    if held != set(names):
-        difference = f"holds {sorted(held)}, the recipe names {sorted(names)}"
+    indexed = {benchmark["name"] for benchmark in header["benchmarks"]} if header else set()
+    if indexed != set(names):
+        difference = f"holds {sorted(indexed)}, the recipe names {sorted(names)}"
         raise ValueError(f"{out / INDEX} {difference}; make the index first")
     return header
 

@@ -88,7 +88,8 @@ def signer(settings: recipe.Dedup) -> Callable[[str, int], np.ndarray]:
             return np.full(settings.buckets, low, np.uint64)
         bands = enumerate(np.array(step.get_signature(shingles), "<u8"))
         return np.array(
-            [xxhash.xxh3_64_intdigest(each.data, seed=band) for band, each in bands], np.uint64
+            [xxhash.xxh3_64_intdigest(band_hashes.data, seed=band) for band, band_hashes in bands],
+            np.uint64,
         )
 
     return sign
@@ -152,8 +153,8 @@ class Dedup(Grouped):
         return Bands(self.recipe, self.out, self.sources).units()
 
     def key(self, unit: Unit) -> str:
-        made = stage.receipts(self.out, BANDS, ALL.source, len(self._bands()))
-        later = [receipt["files"] for receipt in made]
+        receipts = stage.receipts(self.out, BANDS, ALL.source, len(self._bands()))
+        later = [receipt["files"] for receipt in receipts]
         return stage.key_of(self.name, str(unit), self.files(unit), later)
 
     def work(self, unit: Unit, folder: Path) -> Json:

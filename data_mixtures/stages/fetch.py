@@ -113,30 +113,30 @@ class Fetch(Stage):
 
     def check_room(self, budget_bytes: int | None) -> None:
         """Raise ValueError if the units to fetch exceed the budget or the free disk."""
-        held = need = links = 0
+        fetched_bytes = needed_bytes = linked_bytes = 0
         linked = self.mirror is not None and not hub.origin(self.mirror).remote
         for unit in self.units():
             entry = stage.find_unit_plan(self.out, unit)
             if is_done(self, unit):
                 receipt = stage.receipt_of(self.out, self.name, unit)
-                held += (
+                fetched_bytes += (
                     0
                     if receipt.get("freed")
                     else sum(file["bytes"] for file in receipt["files"].values())
                 )
                 continue
-            need += entry.get("bytes", 0)
+            needed_bytes += entry.get("bytes", 0)
             if linked or "://" not in entry.get("file", ["://"])[0]:
-                links += entry.get("bytes", 0)
-        if budget_bytes is not None and held + need > budget_bytes:
+                linked_bytes += entry.get("bytes", 0)
+        if budget_bytes is not None and fetched_bytes + needed_bytes > budget_bytes:
             raise ValueError(
-                f"{held:,} bytes are fetched and {need:,} are to come, more than --budget-bytes "
+                f"{fetched_bytes:,} bytes are fetched and {needed_bytes:,} are to come, more than --budget-bytes "
                 f"{budget_bytes:,}; fetch fewer --sources at a time, and `free` what the next stage has read"
             )
         free = shutil.disk_usage(self.out).free
-        if store.of(self.out) is None and need - links > free:
+        if store.of(self.out) is None and needed_bytes - linked_bytes > free:
             raise ValueError(
-                f"{need - links:,} bytes are to be fetched, but {self.out} has {free:,} bytes of free disk"
+                f"{needed_bytes - linked_bytes:,} bytes are to be fetched, but {self.out} has {free:,} bytes of free disk"
             )
 
 
@@ -172,9 +172,9 @@ def _copy_groups(entry: Json, target: Path) -> Json:
     ):
         schema = parquet.schema_arrow
         plan.text_column(schema, (entry["text_column"],), name)
-        wanted = entry["text_column"], *origin_columns(schema)
-        chosen = [each for each in schema.names if each in wanted]
-        plain = pyarrow.schema([schema.field(each) for each in chosen])
+        columns = entry["text_column"], *origin_columns(schema)
+        chosen = [column for column in schema.names if column in columns]
+        plain = pyarrow.schema([schema.field(column) for column in chosen])
         with pyarrow.parquet.ParquetWriter(target, plain, compression="zstd") as writer:
             for number in entry["row_groups"]:
                 table = parquet.read_row_group(number, chosen)
@@ -229,21 +229,23 @@ def _read_local(entry: Json, target: Path, names: Mapping[str, str]) -> Json:
             dropped.add_file(name, problem, rows + 1)
         try:
             local.check_unchanged(entry["files"])
-            whole = {name: known for name, known in names.items() if name not in damaged}
-            counts = _write(entry, whole, target, dropped)
+            readable = {name: portable for name, portable in names.items() if name not in damaged}
+            counts = _write(entry, readable, target, dropped)
             local.check_unchanged(entry["files"])
         except local.Damaged as error:
             damaged.update([error.args])
             continue
         size = plan.size_of(entry)
-        sizes = {name: size if "range" in entry else all_of for name, all_of, _ in entry["files"]}
-        lost = {names[name]: sizes[name] for name in sorted(dropped.files)}
+        sizes = {
+            name: size if "range" in entry else file_bytes for name, file_bytes, _ in entry["files"]
+        }
+        lost_bytes = {names[name]: sizes[name] for name in sorted(dropped.files)}
         return {
             **counts,
             "lines": dropped.lines,
             "file_bytes": size,
-            "lost_file_bytes": sum(lost.values()),
-            "lost_files": lost,
+            "lost_file_bytes": sum(lost_bytes.values()),
+            "lost_files": lost_bytes,
             "dropped": dict(sorted(dropped.items())),
             "lone_surrogates": dropped.surrogates,
             "examples": list(dropped.examples.items()),
@@ -272,13 +274,15 @@ def sum_lost_files(fetched: Iterable[Json]) -> Json:
     return {"files": dict(sorted(files.items())), "share": files.total() / max(read, 1)}
 
 
-def describe_lost_files(lost: Json) -> str:
+def describe_lost_files(lost_files: Json) -> str:
     """Name lost files in a sentence; empty for none."""
-    names = list(lost["files"])
+    names = list(lost_files["files"])
     if not names:
         return ""
     more = f" and {len(names) - NAMES_SHOWN} more" if len(names) > NAMES_SHOWN else ""
-    share = f"{len(names)} file{'s' * (len(names) > 1)} lost ({lost['share']:.1%} of the bytes)"
+    share = (
+        f"{len(names)} file{'s' * (len(names) > 1)} lost ({lost_files['share']:.1%} of the bytes)"
+    )
     return f"{share}: {', '.join(names[:NAMES_SHOWN])}{more}"
 
 
@@ -288,13 +292,13 @@ def check_dropped(
     """Raise ValueError for a source that lost more than max_dropped_share."""
     for source in sources:
         fetched, entries = stage.counts(out, "fetch", source), stage.find_plan(out, source)["units"]
-        lost, examples = Counter[str](), dict[str, str]()
+        losses, examples = Counter[str](), dict[str, str]()
         for name in stages:
             for entry, counts in zip(entries, stage.counts(out, name, source), strict=True):
                 place = entry.get("path", str(Unit(source, entry["number"])))
                 for reason in local.DAMAGE:
                     if count := counts.get("dropped", {}).get(reason):
-                        lost[reason] += count
+                        losses[reason] += count
                         examples.setdefault(
                             reason, dict(counts.get("examples", ())).get(reason, place)
                         )
@@ -303,30 +307,31 @@ def check_dropped(
         )
         # a file that is lost is one document at least, and nobody knows how many more
         names = "lost_file_bytes", "file_bytes"
-        gone, size = (sum(counts.get(name, 0) for counts in fetched) for name in names)
-        share = max(lost.total() / max(read, 1), gone / max(size, 1))
+        lost_bytes, size = (sum(counts.get(name, 0) for counts in fetched) for name in names)
+        share = max(losses.total() / max(read, 1), lost_bytes / max(size, 1))
         if share > recipe.max_dropped_share:
             why = "; ".join(
-                f"{lost[reason]:,} {reason}, such as {place}" for reason, place in examples.items()
+                f"{losses[reason]:,} {reason}, such as {place}"
+                for reason, place in examples.items()
             )
             raise ValueError(
-                f"source {source!r}: {share:.1%} could not be read ({lost.total():,} of {read:,} documents, "
-                f"{gone:,} of {size:,} bytes of files): {why}. Repair or exclude them, or raise max_dropped_share = "
+                f"source {source!r}: {share:.1%} could not be read ({losses.total():,} of {read:,} documents, "
+                f"{lost_bytes:,} of {size:,} bytes of files): {why}. Repair or exclude them, or raise max_dropped_share = "
                 f"{recipe.max_dropped_share} in the recipe"
             )
 
 
 def check_enough(recipe: Recipe, out: Path, sources: tuple[str, ...]) -> None:
     """Raise ValueError for the first source with too little text."""
-    for each in map(recipe.source, sources):
-        counts = stage.counts(out, "fetch", each.name)
+    for source in map(recipe.source, sources):
+        counts = stage.counts(out, "fetch", source.name)
         total = sum(count["bytes"] for count in counts)
-        if isinstance(each, LocalSource) and total < each.min_bytes:
+        if isinstance(source, LocalSource) and total < source.min_bytes:
             raise ValueError(
-                f"source {each.name!r} has {total} bytes of text, it needs at least min_bytes = {each.min_bytes}; add "
+                f"source {source.name!r} has {total} bytes of text, it needs at least min_bytes = {source.min_bytes}; add "
                 "paths with such text to its inputs, or lower min_bytes"
             )
-        if isinstance(each, HubSource) and not sum(count["documents"] for count in counts):
+        if isinstance(source, HubSource) and not sum(count["documents"] for count in counts):
             raise ValueError(
-                f"source {each.name!r} has {len(counts)} files of {each.repo}, and not one row"
+                f"source {source.name!r} has {len(counts)} files of {source.repo}, and not one row"
             )

@@ -69,7 +69,9 @@ class Filter(Stage):
             return entry.get("first_row", 0)
         units = stage.find_plan(self.out, unit.source)["units"][: unit.number]
         same = [
-            each["number"] for each in units if "range" in each and each["files"] == entry["files"]
+            unit_plan["number"]
+            for unit_plan in units
+            if "range" in unit_plan and unit_plan["files"] == entry["files"]
         ]
         return sum(
             stage.receipt_of(self.out, "fetch", Unit(unit.source, n))["counts"]["lines"]
@@ -120,13 +122,13 @@ class DocumentFilter:
     def select(self, rows: Sequence[Row]) -> list[tuple[bytes, bytes, str]]:
         """Return (id, text as UTF-8, origin) of the documents to keep, in order."""
         self._read += len(rows)
-        pieces = [each for raw, origin in rows for each in self._pieces(origin, raw or b"")]
+        pieces = [piece for raw, origin in rows for piece in self._pieces(origin, raw or b"")]
         final = self._choose_documents(self._through(self.before, pieces))
         documents = self._through(self.after, self._clean(final))
-        kept = [(identity, utf8, origin) for origin, _, utf8, identity in documents]
-        self._kept += len(kept)
-        self._bytes += sum(len(utf8) for _, utf8, _ in kept)
-        return kept
+        output = [(identity, utf8, origin) for origin, _, utf8, identity in documents]
+        self._kept += len(output)
+        self._bytes += sum(len(utf8) for _, utf8, _ in output)
+        return output
 
     def _pieces(self, origin: str, raw: bytes) -> list[Document]:
         # rows come as bytes, so that broken UTF-8 is counted and does not end the run
@@ -157,7 +159,7 @@ class DocumentFilter:
         return True
 
     def _through(self, steps: Sequence[Step], documents: list[Document]) -> list[Document]:
-        left = []
+        remaining = []
         for document in documents if steps else ():
             text, reason = document.text, None
             for step in steps:
@@ -169,8 +171,8 @@ class DocumentFilter:
                 document = Document(document.origin, text)
             # a text that a step changed must be long enough again
             if reason is None and (document.utf8 or self._long_enough(text)):
-                left.append(document)
-        return left if steps else documents
+                remaining.append(document)
+        return remaining if steps else documents
 
     def _choose_documents(self, documents: list[Document]) -> list[Document]:
         chosen = []
@@ -186,8 +188,8 @@ class DocumentFilter:
     def _clean(self, documents: list[Document]) -> list[Document]:
         if self.index is None:
             return documents
-        held = self.index.find([each.text for each in documents])
-        for items in filter(None, held):
+        matches = self.index.find([document.text for document in documents])
+        for items in filter(None, matches):
             self._dropped["contaminated"] += 1
             for name in {name for name, _ in items}:
                 self._contamination.setdefault(name, {"documents": 0, "items": Counter()})[
@@ -195,7 +197,7 @@ class DocumentFilter:
                 ] += 1
             for name, number in items:
                 self._contamination[name]["items"][number] += 1
-        return [each for each, items in zip(documents, held, strict=True) if not items]
+        return [document for document, items in zip(documents, matches, strict=True) if not items]
 
     def counts(self) -> Json:
         """Return {"read", "cut", "kept", "bytes", "nuls", "dropped", "contamination"} for the receipt.
@@ -209,9 +211,9 @@ class DocumentFilter:
             "documents read must be kept or counted as dropped"
         )
         contamination = {}
-        for name, each in sorted(self._contamination.items()):
-            items = {str(number): count for number, count in sorted(each["items"].items())}
-            contamination[name] = {"documents": each["documents"], "items": items}
+        for name, entry in sorted(self._contamination.items()):
+            items = {str(number): count for number, count in sorted(entry["items"].items())}
+            contamination[name] = {"documents": entry["documents"], "items": items}
         counts = {"read": read, "cut": self._cut, "kept": self._kept, "bytes": self._bytes}
         more = {"dropped": dict(self._dropped), "contamination": contamination}
         return {**counts, "nuls": self._nuls, **more}

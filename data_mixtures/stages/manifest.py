@@ -47,10 +47,10 @@ def write(
     Raises:
         ValueError: an earlier stage is not finished, counts do not add up, or a lock pins other data.
     """
-    made = {}
+    outcomes = {}
     for source in sources:
-        made[source] = _publish(recipe, out, source, replace)
-        console.print(f"{out / source}: {made[source]}", soft_wrap=True)
+        outcomes[source] = _publish(recipe, out, source, replace)
+        console.print(f"{out / source}: {outcomes[source]}", soft_wrap=True)
     how = recipe.seed, recipe.seq_len, recipe.epoch_cap, recipe.packing
     for phase, weights in recipe.phases.items():
         missing = [name for name in weights if not (out / name / shards.MANIFEST).is_file()]
@@ -58,7 +58,7 @@ def write(
         console.print(
             absent if missing else f"{mixture.pin(out, phase, weights, *how)}", soft_wrap=True
         )
-    return made
+    return outcomes
 
 
 def check_pinned(recipe: Recipe, out: Path, sources: tuple[str, ...]) -> None:
@@ -94,11 +94,15 @@ def _decides(recipe: Recipe, out: Path, source: str) -> Json:
     del decides["filter"]["benchmarks"]  # paths, may move
     if not decides["dedup"]["contained_share"]:
         del decides["dedup"]["contained_share"]  # as before there was such a key
-    if isinstance(given := recipe.tokenizer, TokenizerTraining):
-        decides["tokenizer"] = [asdict(given), [each.name for each in recipe.sources]]
+    if isinstance(tokenizer_settings := recipe.tokenizer, TokenizerTraining):
+        decides["tokenizer"] = [asdict(tokenizer_settings), [item.name for item in recipe.sources]]
     else:
-        path = Path(given.path)
-        decides["tokenizer"] = [file_sha256(path), given.bos, given.eos] if path.is_file() else None
+        path = Path(tokenizer_settings.path)
+        decides["tokenizer"] = (
+            [file_sha256(path), tokenizer_settings.bos, tokenizer_settings.eos]
+            if path.is_file()
+            else None
+        )
     with suppress(ValueError):  # it is not planned yet
         decides["plan"] = stage.find_plan(out, source)["plan_hash"]
     return json.loads(json.dumps(decides))  # as source.json has it
@@ -180,32 +184,32 @@ def _publish_there(
     written: tuple[Json, ...],
     replace: bool,
 ) -> str:
-    final, sizes, known = out / source, there.sizes(out / source), {shards.MANIFEST}
-    left = dict[Unit, Json]()
+    final, sizes, names = out / source, there.sizes(out / source), {shards.MANIFEST}
+    unpublished = dict[Unit, Json]()
     for unit, receipt in (
         (Unit(source, number), receipt) for number, receipt in enumerate(written)
     ):
-        known |= receipt["files"].keys()
+        names |= receipt["files"].keys()
         if not receipt.get("freed"):
-            left[unit] = receipt["files"]
+            unpublished[unit] = receipt["files"]
         elif any(sizes.get(name) != entry["bytes"] for name, entry in receipt["files"].items()):
             stage.forget(out, shuffle.SHUFFLE, unit)
             raise ValueError(
                 f"{there.url}/{source} lacks files of {unit}; start again: it makes them"
             )
     published = _manifest(final)
-    same = published.get("content_sha256") == shards.content_sha256(description) and not left
+    same = published.get("content_sha256") == shards.content_sha256(description) and not unpublished
     made_by = {"code_version": published["code_version"]} if same else {}
     if not same:
         if not replace:
             _refuse_other_data(out, source, description)
         there.remove([final / shards.MANIFEST])
     # a store has no links: files move from their units, and source.json is written last
-    for unit, files in left.items():
+    for unit, files in unpublished.items():
         for name in files:
             there.copy(stage.unit_folder(out, shuffle.SHUFFLE, unit) / name, final / name)
         stage.free(out, shuffle.SHUFFLE, unit)
-    there.remove(final / name for name in sizes.keys() - known)
+    there.remove(final / name for name in sizes.keys() - names)
     final.mkdir(exist_ok=True)
     shards.write_manifest(final, {**description, **made_by})
     there.put(final / shards.MANIFEST)
@@ -267,7 +271,7 @@ def _counts(out: Path, source: str) -> Json:
     filtered, tokenized = (stage.counts(out, name, source) for name in ("filter", "tokenize"))
     ordered = _read_order_counts(out, source)
     parts = [each[part] for each in ordered for part in ("train", "valid")]
-    kept = {name: sum(part[name] for part in parts) for name in ("documents", "tokens", "bytes")}
+    totals = {name: sum(part[name] for part in parts) for name in ("documents", "tokens", "bytes")}
     dropped = Counter[str]()
     for counts in fetched:
         dropped.update(counts.get("dropped", {}))
@@ -275,24 +279,26 @@ def _counts(out: Path, source: str) -> Json:
     for counts in (*filtered, *tokenized):
         dropped.update(counts["dropped"])
     dropped["duplicate"] = sum(counts["duplicate"] for counts in ordered)
-    known = sum(counts["documents"] + sum(counts["dropped"].values()) for counts in tokenized)
-    if known != sum(counts["kept"] for counts in filtered):
+    tokenized_documents = sum(
+        counts["documents"] + sum(counts["dropped"].values()) for counts in tokenized
+    )
+    if tokenized_documents != sum(counts["kept"] for counts in filtered):
         raise ValueError(
             f"source {source!r} was filtered again after it was tokenized; run the later stages"
         )
-    if read != kept["documents"] + dropped.total():
+    if read != totals["documents"] + dropped.total():
         raise ValueError(
-            f"source {source!r}: {read} documents were read, {kept['documents']} are kept and {dropped.total()} are "
+            f"source {source!r}: {read} documents were read, {totals['documents']} are kept and {dropped.total()} are "
             f"counted as dropped ({dict(dropped)}); receipts of different runs are mixed, run the stages again"
         )
     return {
-        **kept,
+        **totals,
         "longest": max(part["longest"] for part in parts),
         "read": read,
         "cut": sum(counts["cut"] for counts in filtered),
         "without_nuls": sum(counts.get("nuls", 0) for counts in filtered),
         "without_surrogates": sum(counts.get("lone_surrogates", 0) for counts in fetched),
-        "kept": kept["documents"],
+        "kept": totals["documents"],
         "dropped": dict(sorted(dropped.items())),
         "lost": sum_lost_files(fetched),
     }
@@ -323,9 +329,9 @@ def _contamination(out: Path, source: str) -> Json:
     """Return {benchmark: {"documents": dropped for it, "items": how many of its items they held}}."""
     documents, items = Counter[str](), dict[str, set[str]]()
     for counts in stage.counts(out, "filter", source):
-        for benchmark, found in counts["contamination"].items():
-            documents[benchmark] += found["documents"]
-            items.setdefault(benchmark, set()).update(found["items"])
+        for benchmark, entry in counts["contamination"].items():
+            documents[benchmark] += entry["documents"]
+            items.setdefault(benchmark, set()).update(entry["items"])
     return {
         name: {"documents": documents[name], "items": len(items[name])} for name in sorted(items)
     }

@@ -40,10 +40,10 @@ def outcomes(stage: Stage, units: list[Unit], workers: int) -> Generator[Json | 
             while waiting and len(running) < limit:
                 unit = waiting.pop()
                 running[work.remote(stage, unit, place)] = unit
-            (done, *_), _ = ray.wait(list(running))
-            unit = running.pop(done)
+            (finished, *_), _ = ray.wait(list(running))
+            unit = running.pop(finished)
             try:
-                failure = ray.get(done)
+                failure = ray.get(finished)
             except ray.exceptions.RayError as error:
                 reason = str(error).strip().splitlines()[0]
                 raise ValueError(

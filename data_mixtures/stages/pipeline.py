@@ -74,25 +74,30 @@ class RunContext:
 
 @contextmanager
 def open_run(
-    recipe_path: Path, out: Path, options: Options, console: Console, sources: str = "", **how: Any
+    recipe_path: Path,
+    out: Path,
+    options: Options,
+    console: Console,
+    sources: str = "",
+    **settings: Any,
 ) -> Iterator[RunContext]:
     """Lock a recipe's data folder and yield the context of its stages.
 
     Args:
         sources: names, separated by commas; default: all.
-        how: the other fields of `RunContext`.
+        settings: the other fields of `RunContext`.
     """
     recipe = recipe_file.load(recipe_path)
-    known = tuple(source.name for source in recipe.sources)
-    names = tuple(sources.split(",")) if sources else known
-    check_known("source", names, known)
+    all_names = tuple(source.name for source in recipe.sources)
+    names = tuple(sources.split(",")) if sources else all_names
+    check_known("source", names, all_names)
     if recipe.corpus and (url := store.url_of(out)):
         raise ValueError(
             f"corpus = {recipe.corpus!r} writes files to a folder, and --out is {url}: run it alone, copy what it "
             "writes behind a URL, and name that in the inputs; or give a folder as --out"
         )
     with stage.exclusive(out) as folder:
-        yield RunContext(recipe, folder, names, options, console, **how)
+        yield RunContext(recipe, folder, names, options, console, **settings)
 
 
 def do(context: RunContext, name: str) -> None:
@@ -119,16 +124,23 @@ def _check_later_stages(recipe: Recipe, out: Path) -> None:
 def _plan(context: RunContext) -> None:
     _check_later_stages(context.recipe, context.out)
     planned = plan.make(*context.scope, context.mirror)
-    made = {name: planned["sources"][name] for name in context.sources}
-    units = sum(len(each["units"]) for each in made.values())
-    context.console.print(f"plan     {units:6} units of {len(made)} sources")
+    plans = {name: planned["sources"][name] for name in context.sources}
+    units = sum(len(source_plan["units"]) for source_plan in plans.values())
+    context.console.print(f"plan     {units:6} units of {len(plans)} sources")
     for sentence in plan.describe_shared_files(planned):
         context.console.print(f"note: {sentence}", style="yellow", soft_wrap=True, markup=False)
     if context.tables:
         terms, rows = ("revision", "gate", "licence"), []
-        for name, each in made.items():
-            size = sum(map(plan.size_of, each["units"]))
-            rows.append([name, len(each["units"]), size, *(each.get(key, "") for key in terms)])
+        for name, source_plan in plans.items():
+            size = sum(map(plan.size_of, source_plan["units"]))
+            rows.append(
+                [
+                    name,
+                    len(source_plan["units"]),
+                    size,
+                    *(source_plan.get(key, "") for key in terms),
+                ]
+            )
         context.console.print(figures(None, ("source", "units", "bytes", *terms), rows))
 
 
@@ -138,8 +150,8 @@ def _fetch(context: RunContext) -> None:
     context.run(Fetch, context.mirror)
     work.remove_parts()
     fetched = {name: stage.counts(context.out, "fetch", name) for name in context.sources}
-    lost = {name: {"lost": sum_lost_files(counts)} for name, counts in fetched.items()}
-    stats.print_lost_files(lost, context.console)
+    lost_files = {name: {"lost": sum_lost_files(counts)} for name, counts in fetched.items()}
+    stats.print_lost_files(lost_files, context.console)
     check_dropped(*context.scope, ("fetch",))
     check_enough(*context.scope)
 
@@ -152,9 +164,9 @@ def _filter(context: RunContext) -> None:
 
 def _dedup(context: RunContext) -> None:
     # signatures of the requested sources; near copies over all sources of the recipe
-    wanted = context.recipe.dedup
-    near = (Signatures, Bands, Dedup) if wanted.minhash else ()
-    inside = (HeldOut, Scan, Contained) if wanted.contained_share > 0 else ()
+    settings = context.recipe.dedup
+    near = (Signatures, Bands, Dedup) if settings.minhash else ()
+    inside = (HeldOut, Scan, Contained) if settings.contained_share > 0 else ()
     for kind in (*near, *inside):
         context.run(kind)
 
@@ -193,9 +205,9 @@ def free(context: RunContext, name: str) -> None:
         merged = Runs(*of_source).units()
         units = merged if name == "runs" else stage.list_units(context.out, source)
         reader = READERS["runs" if name == "tokenize" and not merged else name](*of_source)
-        if left := sum(not stage.is_done(reader, unit) for unit in reader.units()):
+        if pending := sum(not stage.is_done(reader, unit) for unit in reader.units()):
             raise ValueError(
-                f"{name} of {source!r} is still needed: {left} units are not through {reader.name}"
+                f"{name} of {source!r} is still needed: {pending} units are not through {reader.name}"
             )
         freed = sum(stage.free(context.out, name, unit) for unit in units)
         context.console.print(f"{source}: {freed:,} bytes of {name} are free")

@@ -40,19 +40,19 @@ def make(recipe: Recipe, out: Path, names: Iterable[str], mirror: str | None = N
         ValueError: names all repositories and sources that cannot be planned.
     """
     before = read_plan(out)["sources"] if (out / PLAN).is_file() else {}
-    chosen = [each for each in recipe.sources if each.name in set(names)]
-    check_known("source", names, [each.name for each in recipe.sources])
-    on_disk = [each for each in chosen if isinstance(each, LocalSource)]
+    chosen = [source for source in recipe.sources if source.name in set(names)]
+    check_known("source", names, [source.name for source in recipe.sources])
+    on_disk = [source for source in chosen if isinstance(source, LocalSource)]
     if recipe.corpus is not None and on_disk:
         _write_corpus(recipe.corpus, out / "corpus")
-    remote = [each for each in chosen if isinstance(each, HubSource)]
+    remote = [source for source in chosen if isinstance(source, HubSource)]
     # a revision does not change, so hub plans are kept; local files are listed every time
-    new = [each for each in remote if before.get(each.name, {}).get("spec") != _spec(each)]
+    new = [source for source in remote if before.get(source.name, {}).get("spec") != _spec(source)]
     planned = _plan_hub(hub.origin(mirror), new) if new else {}
-    planned |= _plan_each(on_disk, lambda each: _local(each, local.roots(out, recipe.folder)))
-    known = {**before, **planned}
-    order = [each.name for each in recipe.sources if each.name in known]
-    plan = {"format": PLAN_FORMAT, "sources": {name: known[name] for name in order}}
+    planned |= _plan_each(on_disk, lambda source: _local(source, local.roots(out, recipe.folder)))
+    sources = {**before, **planned}
+    order = [source.name for source in recipe.sources if source.name in sources]
+    plan = {"format": PLAN_FORMAT, "sources": {name: sources[name] for name in order}}
     if not (out / PLAN).is_file() or plan != read_plan(out):
         out.mkdir(parents=True, exist_ok=True)
         shards.write_json(out / PLAN, plan)
@@ -61,34 +61,34 @@ def make(recipe: Recipe, out: Path, names: Iterable[str], mirror: str | None = N
 
 def _write_corpus(module: str, folder: Path) -> None:
     command = [sys.executable, "-m", module, "--out", str(folder)]
-    done = subprocess.run(command, stderr=subprocess.PIPE, text=True)
-    if done.returncode:
+    process = subprocess.run(command, stderr=subprocess.PIPE, text=True)
+    if process.returncode:
         raise ValueError(
-            f"corpus = {module!r} ended with exit status {done.returncode}:\n{done.stderr.strip()}"
+            f"corpus = {module!r} ended with exit status {process.returncode}:\n{process.stderr.strip()}"
         )
 
 
-def _spec(each: HubSource) -> Json:
+def _spec(source: HubSource) -> Json:
     # the fields that decide a source's files and columns
     names = ("repo", "revision", "configs", "files", "text_columns", "licence", "gate")
     # lists in place of tuples, as plan.json has it
-    return json.loads(json.dumps({name: getattr(each, name) for name in names}))
+    return json.loads(json.dumps({name: getattr(source, name) for name in names}))
 
 
 def _hash(decides: Any) -> str:
     return hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()
 
 
-def _number_units(each: Source, entries: Iterable[Json]) -> list[Json]:
+def _number_units(source: Source, entries: Iterable[Json]) -> list[Json]:
     return [
-        {"source": each.name, "number": number, **entry} for number, entry in enumerate(entries)
+        {"source": source.name, "number": number, **entry} for number, entry in enumerate(entries)
     ]
 
 
-def _local(each: LocalSource, roots: Mapping[str, str]) -> Json:
+def _local(source: LocalSource, roots: Mapping[str, str]) -> Json:
     entries: list[Json] = []
     decides: list[Any] = []
-    for source_input in each.inputs:
+    for source_input in source.inputs:
         files = local.find(source_input, roots)
         local.check_kind(source_input, files)
         _check_field(source_input, files[0][0])
@@ -107,7 +107,11 @@ def _local(each: LocalSource, roots: Mapping[str, str]) -> Json:
                 entry = {"kind": "parquet", "path": names[0][0], "file": group[0], **facts}
             entries += [{**entry, **part} for part in parts]
             decides.append(["resolved", *names[0], rows] if rows else [settings, names])
-    described = {"kind": "local", "category": each.category, "units": _number_units(each, entries)}
+    described = {
+        "kind": "local",
+        "category": source.category,
+        "units": _number_units(source, entries),
+    }
     return {**described, "plan_hash": _hash(decides)}
 
 
@@ -198,30 +202,32 @@ def describe_shared_files(plan: Json) -> Iterator[str]:
         yield f"{len(names)} files are in {' and '.join(sources)}, whose shares then hold the same text: {names[0]} ..."
 
 
-def _plan_hub(origin: hub.Mirror, wanted: list[HubSource]) -> dict[str, Json]:
+def _plan_hub(origin: hub.Mirror, hub_sources: list[HubSource]) -> dict[str, Json]:
     # access to all repositories is checked before any file is listed
     sources: dict[tuple[str, str], list[str]] = {}
-    for each in wanted:
-        sources.setdefault((each.repo, each.revision), []).append(each.name)
-    repositories = {", ".join(names): asked for asked, names in sources.items()}
+    for source in hub_sources:
+        sources.setdefault((source.repo, source.revision), []).append(source.name)
+    repositories = {", ".join(names): repository for repository, names in sources.items()}
     answers = _ask_each(
-        repositories, lambda asked: origin.revision(*asked), "repositories cannot be read"
+        repositories, lambda repository: origin.revision(*repository), "repositories cannot be read"
     )
     commits = {repositories[names]: commit for names, commit in answers.items()}
-    return _plan_each(wanted, lambda each: _hub(origin, each, commits[each.repo, each.revision]))
-
-
-def _plan_each(wanted: Iterable[S], ask: Callable[[S], Json]) -> dict[str, Json]:
-    return _ask_each(
-        {each.name: each for each in wanted}, ask, "sources are not as the recipe says"
+    return _plan_each(
+        hub_sources, lambda source: _hub(origin, source, commits[source.repo, source.revision])
     )
 
 
-def _ask_each(wanted: Mapping[str, T], ask: Callable[[T], R], problem: str) -> dict[str, R]:
+def _plan_each(sources: Iterable[S], ask: Callable[[S], Json]) -> dict[str, Json]:
+    return _ask_each(
+        {source.name: source for source in sources}, ask, "sources are not as the recipe says"
+    )
+
+
+def _ask_each(items: Mapping[str, T], ask: Callable[[T], R], problem: str) -> dict[str, R]:
     answers, refused = {}, []
-    for name, each in wanted.items():
+    for name, item in items.items():
         try:
-            answers[name] = ask(each)
+            answers[name] = ask(item)
         except ValueError as error:
             refused.append(f"  {name}: {error}")
     # one error for all
@@ -230,28 +236,28 @@ def _ask_each(wanted: Mapping[str, T], ask: Callable[[T], R], problem: str) -> d
     return answers
 
 
-def _hub(origin: hub.Mirror, each: HubSource, revision: str) -> Json:
+def _hub(origin: hub.Mirror, source: HubSource, revision: str) -> Json:
     entries: list[Json] = []
-    for config in each.configs:
-        files = origin.files(each.repo, revision, config)
+    for config in source.configs:
+        files = origin.files(source.repo, revision, config)
         if not files:
-            near = nearest(config, origin.folders(each.repo, revision), "its folders:")
-            raise ValueError(f"{each.repo} @ {revision} has no Parquet file in {config}/; {near}")
-        if each.files is not None:
+            near = nearest(config, origin.folders(source.repo, revision), "its folders:")
+            raise ValueError(f"{source.repo} @ {revision} has no Parquet file in {config}/; {near}")
+        if source.files is not None:
             files = sorted(files, key=lambda file: xxhash.xxh3_64_intdigest(file.path.encode()))[
-                : each.files
+                : source.files
             ]
         # the column is read from the footer of each folder's first file, never assumed
-        with origin.open(each.repo, revision, files[0].path) as opened:
+        with origin.open(source.repo, revision, files[0].path) as opened:
             column = _column_of(
-                opened, each.text_columns, f"{each.repo} @ {revision}: {files[0].path}"
+                opened, source.text_columns, f"{source.repo} @ {revision}: {files[0].path}"
             )
         entries += [{"kind": "parquet", **asdict(file), "text_column": column} for file in files]
-    units = _number_units(each, entries)
-    facts = {"kind": "hub", "category": each.category, "repo": each.repo, "revision": revision}
-    terms = {"licence": each.licence, "gate": each.gate, "spec": _spec(each)}
+    units = _number_units(source, entries)
+    facts = {"kind": "hub", "category": source.category, "repo": source.repo, "revision": revision}
+    terms = {"licence": source.licence, "gate": source.gate, "spec": _spec(source)}
     # a mirror knows no hashes: its plan and the hub's plan of the same files are not the same plan
-    return {**facts, **terms, "units": units, "plan_hash": _hash([each.repo, revision, units])}
+    return {**facts, **terms, "units": units, "plan_hash": _hash([source.repo, revision, units])}
 
 
 def _column_of(file: BinaryIO, names: tuple[str, ...], where: str) -> str:

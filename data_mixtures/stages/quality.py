@@ -70,9 +70,9 @@ class Step:
 
 def steps_of(recipe: Recipe, source: str) -> list[Json]:
     """Return a source's steps as tables; model paths are relative to the recipe's folder."""
-    own = recipe.source(source).steps
-    given = recipe.filter.steps if own is None else own
-    tables = [{"name": each} if isinstance(each, str) else dict(each) for each in given]
+    override = recipe.source(source).steps
+    steps = recipe.filter.steps if override is None else override
+    tables = [{"name": each} if isinstance(each, str) else dict(each) for each in steps]
     return [
         {**each, "model": str(recipe.folder / Path(each["model"]).expanduser())}
         if "model" in each
@@ -83,7 +83,7 @@ def steps_of(recipe: Recipe, source: str) -> list[Json]:
 
 def load(steps: Iterable[Json]) -> tuple[Step, ...]:
     """Load the steps; ValueError for an unknown name or argument, a missing package or model."""
-    return tuple(_load(dict(given)) for given in steps)
+    return tuple(_load(dict(table)) for table in steps)
 
 
 def _load(arguments: Json) -> Step:
@@ -91,15 +91,17 @@ def _load(arguments: Json) -> Step:
     check_known("filter step", [name], CLASSES)
     where, changes = CLASSES[name]
     module, _, kind = where.partition(".")
-    made = getattr(importlib.import_module(f"datatrove.pipeline.{module}"), kind)
-    known = [
-        each for each in inspect.signature(made.__init__).parameters if each not in _NOT_OFFERED
+    step_class = getattr(importlib.import_module(f"datatrove.pipeline.{module}"), kind)
+    parameters = [
+        parameter
+        for parameter in inspect.signature(step_class.__init__).parameters
+        if parameter not in _NOT_OFFERED
     ]
     check_known(
-        f"argument of filter step {name!r}:", arguments, known + ["model"] * (name in MODELS)
+        f"argument of filter step {name!r}:", arguments, parameters + ["model"] * (name in MODELS)
     )
     try:
-        step = Step(name, changes, _runner(name, made, arguments))
+        step = Step(name, changes, _runner(name, step_class, arguments))
         step.run(_TRIAL)
     except ImportError as error:
         raise ValueError(
@@ -111,51 +113,51 @@ def _load(arguments: Json) -> Step:
     return step
 
 
-def _runner(name: str, made: Any, arguments: Json) -> Callable[[str], tuple[str, str | None]]:
+def _runner(name: str, step_class: Any, arguments: Json) -> Callable[[str], tuple[str, str | None]]:
     from datatrove.data import Document
 
     if CLASSES[name][0].startswith("formatters."):
         # a new one for each text: that of PII takes its replacements in turn, over all texts that
         # it sees
-        return lambda text: (made(**arguments).format(text), None)
-    step = _with_model(name, made, arguments) if name in MODELS else made(**arguments)
+        return lambda text: (step_class(**arguments).format(text), None)
+    step = _with_model(name, step_class, arguments) if name in MODELS else step_class(**arguments)
 
     def run(text: str) -> tuple[str, str | None]:
         document = Document(text, id="")
         result = step.filter(document)
-        kept, reason = result if isinstance(result, tuple) else (result, None)
-        named = f"{name}:{reason}" if reason else name
-        return document.text, None if kept else named
+        keeps, reason = result if isinstance(result, tuple) else (result, None)
+        full_reason = f"{name}:{reason}" if reason else name
+        return document.text, None if keeps else full_reason
 
     return run
 
 
-def _with_model(name: str, made: Any, arguments: Json) -> Any:
+def _with_model(name: str, step_class: Any, arguments: Json) -> Any:
     path = arguments.get("model")
     if path is None or not Path(path).is_file():
         raise ValueError(f"model = {path!r} must be the path of a file: {MODELS[name]}")
-    given = {key: value for key, value in arguments.items() if key != "model"}
-    step = made(**given, model_url="") if name == "fasttext" else made(**given)
+    options = {key: value for key, value in arguments.items() if key != "model"}
+    step = step_class(**options, model_url="") if name == "fasttext" else step_class(**options)
     # datatrove would download the model, and cache it by its name alone
     from fasttext.FastText import _FastText
 
     model = _FastText(str(path))
     if name == "fasttext":
-        step._model, wanted = (
+        step._model, labels = (
             model,
             [label for label, _ in step.keep_labels or step.remove_labels or ()],
         )
     else:
-        step.model._model, wanted = model, step.languages or []
+        step.model._model, labels = model, step.languages or []
     check_known(
-        f"label of {path}", wanted, [label.removeprefix("__label__") for label in model.labels]
+        f"label of {path}", labels, [label.removeprefix("__label__") for label in model.labels]
     )
     return step
 
 
 def identity(steps: list[Json]) -> Any:
     """Return what keys say about the steps."""
-    models = [Path(each["model"]) for each in steps if "model" in each]
+    models = [Path(step["model"]) for step in steps if "model" in step]
     hashes = [stage.sha256_of(path) for path in models if path.is_file()]
     # names and arguments, hashes of models, package versions
     return [steps, hashes, versions(PACKAGES)] if steps else []
@@ -163,6 +165,6 @@ def identity(steps: list[Json]) -> Any:
 
 def versions(packages: Iterable[str]) -> list[str | None]:
     return [
-        next((each.version for each in metadata.distributions(name=name)), None)
+        next((distribution.version for distribution in metadata.distributions(name=name)), None)
         for name in packages
     ]

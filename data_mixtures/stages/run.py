@@ -82,11 +82,13 @@ def _in_parallel(
                 yield future.result()
         except BrokenProcessPool as broken:
             pool.shutdown()  # it ends the other workers, with SIGTERM
-            killed = [each for each in family if each.exitcode not in (0, -signal.SIGTERM)]
+            killed = [worker for worker in family if worker.exitcode not in (0, -signal.SIGTERM)]
             at = sorted(
-                filter(None, ((logs / "workers" / str(each.pid)).read_text() for each in killed))
+                filter(
+                    None, ((logs / "workers" / str(worker.pid)).read_text() for worker in killed)
+                )
             )
-            status = ", ".join(str(each.exitcode) for each in killed)
+            status = ", ".join(str(worker.exitcode) for worker in killed)
             raise ValueError(
                 f"{stage.name}: the worker at {', '.join(at) or 'no unit'} was killed (exit status {status}; -9 is "
                 "kill -9, or the kernel when memory ran out: fewer --workers need less of it; what it said is in "
@@ -122,7 +124,7 @@ def run_units(stage: Stage, options: Options, console: Console) -> dict[Unit, Js
     units = stage.units()
     _read_receipts(stage, units)
     todo = [unit for unit in units if not is_done(stage, unit)]
-    done = len(units) - len(todo)
+    finished_before = len(units) - len(todo)
     text_columns = (
         progress.SpinnerColumn(),
         progress.TextColumn("{task.description}"),
@@ -132,8 +134,13 @@ def run_units(stage: Stage, options: Options, console: Console) -> dict[Unit, Js
     with progress.Progress(
         *columns, console=console, transient=True, disable=not console.is_terminal
     ) as bar:
-        task = bar.add_task(stage.name, total=len(units), completed=done)
-        _run(stage, todo, options, lambda finished: bar.update(task, completed=done + finished))
+        task = bar.add_task(stage.name, total=len(units), completed=finished_before)
+        _run(
+            stage,
+            todo,
+            options,
+            lambda finished: bar.update(task, completed=finished_before + finished),
+        )
     _read_receipts(stage, units)
     for unit in todo:
         assert is_done(stage, unit), (
@@ -141,7 +148,7 @@ def run_units(stage: Stage, options: Options, console: Console) -> dict[Unit, Js
         )
     _remove_others(stage, units)
     took = f"{time.monotonic() - started:.1f} s"
-    console.print(f"{stage.name:9}{len(todo):6} units done, {done} as before, {took}")
+    console.print(f"{stage.name:9}{len(todo):6} units done, {finished_before} as before, {took}")
     return {unit: receipt_of(stage.out, stage.name, unit) for unit in units}
 
 
@@ -154,10 +161,12 @@ def _read_receipts(stage: Stage, units: list[Unit]) -> None:
 
 
 def _remove_others(stage: Stage, units: list[Unit]) -> None:
-    known = {unit_folder(stage.out, stage.name, unit) for unit in units}
-    here = {path for folder in {unit.parent for unit in known} for path in folder.glob("unit-*")}
+    expected = {unit_folder(stage.out, stage.name, unit) for unit in units}
+    present = {
+        path for folder in {unit.parent for unit in expected} for path in folder.glob("unit-*")
+    }
     # units of an older plan, or of a time with more text
-    for folder in here - known:
+    for folder in present - expected:
         shutil.rmtree(folder)
         if there := store.of(stage.out):
             there.remove([folder], recursive=True)
@@ -171,7 +180,7 @@ def summary(stage: str, receipts: Mapping[Unit, Json]) -> Table:
         row["units"] += 1
         for name, value in receipt["counts"].items():
             if isinstance(value, Mapping):
-                value = sum(each for each in value.values() if isinstance(each, int))
+                value = sum(count for count in value.values() if isinstance(count, int))
             if isinstance(value, int):
                 row[name] += value
     columns = dict.fromkeys(name for row in sums.values() for name in row)
@@ -187,5 +196,5 @@ def figures(title: str | None, head: Iterable[str], rows: Iterable[Iterable[Any]
     for number, name in enumerate(head):
         table.add_column(name, justify="right" if number else "left", no_wrap=not number)
     for row in rows:
-        table.add_row(*(f"{each:,}" if isinstance(each, int) else each for each in row))
+        table.add_row(*(f"{value:,}" if isinstance(value, int) else value for value in row))
     return table

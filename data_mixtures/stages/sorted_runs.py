@@ -73,12 +73,12 @@ class Runs(Stage):
 
     def _list_members(self, unit: Unit) -> list[tuple[Unit, Json]]:
         group = groups(self.out, unit.source)[unit.number]
-        return [(each, stage.receipt_of(self.out, "tokenize", each)) for each in group]
+        return [(unit, stage.receipt_of(self.out, "tokenize", unit)) for unit in group]
 
     def work(self, unit: Unit, folder: Path) -> Json:
-        group, made = zip(*self._list_members(unit), strict=True)
+        group, receipts = zip(*self._list_members(unit), strict=True)
         names = "documents", "tokens", "bytes"
-        total = {name: sum(each["counts"][name] for each in made) for name in names}
+        total = {name: sum(receipt["counts"][name] for receipt in receipts) for name in names}
         with ExitStack() as stack:
             read = {
                 n: stack.enter_context(blocks.open_files(self.out, "tokenize", group, n))
@@ -90,7 +90,7 @@ class Runs(Stage):
             for keys in key_ranges(total["documents"]):
                 # drops nothing and keeps ties in unit order: shards are the same without a merge
                 rows = in_order(read_slices(read[INDEX], *keys))
-                for name, start, length, dtype in parts(token_dtype(made)):
+                for name, start, length, dtype in parts(token_dtype(receipts)):
                     lengths = rows[length].astype(np.int64)
                     for piece in blocks.gather(
                         read[name], rows["unit"], rows[start], lengths, dtype
@@ -135,10 +135,10 @@ def read_slices(files: Sequence[CheckedFile], low: int, high: int) -> list[np.nd
 
 def with_columns(rows: np.ndarray, dtype: np.dtype) -> np.ndarray:
     """Convert rows to another dtype by their common columns."""
-    made = np.zeros(len(rows), dtype)
-    for name in set(made.dtype.names or ()).intersection(rows.dtype.names or ()):
-        made[name] = rows[name]  # one at a time: numpy assigns several ten times slower
-    return made
+    result = np.zeros(len(rows), dtype)
+    for name in set(result.dtype.names or ()).intersection(rows.dtype.names or ()):
+        result[name] = rows[name]  # one at a time: numpy assigns several ten times slower
+    return result
 
 
 def in_order(parts: Iterable[np.ndarray]) -> np.ndarray:

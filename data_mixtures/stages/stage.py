@@ -297,8 +297,8 @@ def exclusive(out: Path) -> Iterator[Path]:
         ValueError: another process is preparing it.
     """
     # workers inherit it: all runs of a source are open at a time
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))
     problem = f"another process is preparing {out}; wait for it, or use another --out"
     if url := store.url_of(out):
         with store.open_copy(url) as copy:
@@ -310,8 +310,8 @@ def exclusive(out: Path) -> Iterator[Path]:
 
 def remove_partial(out: Path, stage: str) -> None:
     """Delete what killed runs of this stage left; only in `exclusive`."""
-    for left in (*(out / stage).glob("*/.*.partial"), *(out / stage).glob("*/.*.old")):
-        shutil.rmtree(left) if left.is_dir() else left.unlink()
+    for path in (*(out / stage).glob("*/.*.partial"), *(out / stage).glob("*/.*.old")):
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 def do(stage: Stage, unit: Unit) -> None:

@@ -44,8 +44,10 @@ def write(out: Path, sources: tuple[str, ...], console: Console, workers: int) -
     facts = {}
     for name, manifest in manifests.items():
         mean = round(manifest["tokens"] / max(manifest["documents"], 1), 2)
-        lost = manifest.get("lost", {"files": {}, "share": 0})  # older folders say nothing of it
-        more = {"mean": mean, "valid_windows": manifest["valid"]["windows"], "lost": lost}
+        lost_files = manifest.get(
+            "lost", {"files": {}, "share": 0}
+        )  # older folders say nothing of it
+        more = {"mean": mean, "valid_windows": manifest["valid"]["windows"], "lost": lost_files}
         facts[name] = {key: manifest[key] for key in FACTS} | more
     shared = count_shared_documents(out, sources, workers)
     result = {"sources": facts, "phases": _phases(out), "shared_documents": shared}

@@ -58,27 +58,29 @@ class Tokenize(Stage):
 
     def _work(self, unit: Unit, folder: Path, fast: bool) -> Json:
         """Return the counts, or {} if the fast encoder must not be used for this unit."""
-        made = _load_tokenizer(shards.tokenizer_path(self.out), tuple(_hashes(self.out)))
+        encoder = _load_tokenizer(shards.tokenizer_path(self.out), tuple(_hashes(self.out)))
         rows, looping, encoded_bytes = [], [np.empty(0, bool)], 0
-        wanted = self.recipe.filter.repeated_ngrams
+        drop_repeats = self.recipe.filter.repeated_ngrams
         unsorted = {name: folder / f".{name}.unsorted" for name in (TOKENS, ORIGINS)}
         with unsorted[TOKENS].open("wb") as token_file, unsorted[ORIGINS].open("wb") as origin_file:
             for ids, texts, origins in documents.read_remaining(self.recipe, self.out, unit):
-                if fast and not is_exact(made, ids, texts, encoded_bytes):
+                if fast and not is_exact(encoder, ids, texts, encoded_bytes):
                     return {}
                 encoded_bytes += sum(map(len, texts))
-                tokens, lengths = made.encode(texts, fast)
+                tokens, lengths = encoder.encode(texts, fast)
                 token_file.write(tokens.data)
                 origin_file.writelines(origins)
                 rows.append(describe(ids, self.recipe.seed, lengths, texts, origins))
                 looping.append(
-                    documents.with_repeats(tokens, lengths) if wanted else np.zeros(len(ids), bool)
+                    documents.with_repeats(tokens, lengths)
+                    if drop_repeats
+                    else np.zeros(len(ids), bool)
                 )
         unit_documents = np.concatenate([np.empty(0, DOCUMENT), *rows])
         # a range of keys is then one slice of every unit, and the order of a source is a merge
         order = by_key(unit_documents)
         ordered = unit_documents[order := order[~np.concatenate(looping)[order]]]
-        for name, start, length, dtype in parts(made.dtype):
+        for name, start, length, dtype in parts(encoder.dtype):
             ordered[start] = np.cumsum(ordered[length], dtype=np.int64) - ordered[length]
             write_ordered(
                 folder / name,
@@ -93,11 +95,13 @@ class Tokenize(Stage):
         left_out = documents.find_left_out(self.recipe, self.out, unit)
         dropped = {reason: len(rows) for reason, rows in left_out.items()}
         dropped["repeated_ngrams"] = len(unit_documents) - len(ordered)
-        slow = 0 if fast and made.fast else len(unit_documents)
+        slow = 0 if fast and encoder.fast else len(unit_documents)
         return {**totals(ordered), "slow": slow, "dropped": dropped}
 
 
-def is_exact(made: tokenizer.Tokenizer, ids: list[bytes], texts: list[bytes], before: int) -> bool:
+def is_exact(
+    encoder: tokenizer.Tokenizer, ids: list[bytes], texts: list[bytes], before: int
+) -> bool:
     """Return whether the fast encoder gives the library's ids for a sample of these documents.
 
     Args:
@@ -107,7 +111,7 @@ def is_exact(made: tokenizer.Tokenizer, ids: list[bytes], texts: list[bytes], be
     for identity, text in zip(ids, texts, strict=True):
         chosen = before < _COMPARED_BYTES or int.from_bytes(identity[-4:], "big") % COMPARED_OF == 0
         before += len(text)
-        if chosen and not made.is_exact(text.decode("utf-8")[:_COMPARED_CHARS]):
+        if chosen and not encoder.is_exact(text.decode("utf-8")[:_COMPARED_CHARS]):
             return False
     return True
 
@@ -170,39 +174,39 @@ def write_ordered(path: Path, unsorted: Path, sizes: np.ndarray, order: np.ndarr
 
 def make_tokenizer(recipe: Recipe, out: Path) -> None:
     """Write DIR/tokenizer.model or .json, given or trained, unless it is there."""
-    receipt, given = out / f"tokenizer.{stage.RECEIPT}", recipe.tokenizer
+    receipt, settings = out / f"tokenizer.{stage.RECEIPT}", recipe.tokenizer
     key = _tokenizer_key(recipe, out)
-    made = shards.read_json(receipt, "delete it") if receipt.is_file() else None
-    if made == {"key": key, "sha256": _hashes(out)}:
+    recorded = shards.read_json(receipt, "delete it") if receipt.is_file() else None
+    if recorded == {"key": key, "sha256": _hashes(out)}:
         return
-    is_json = isinstance(given, TokenizerFile) and given.path.endswith(".json")
+    is_json = isinstance(settings, TokenizerFile) and settings.path.endswith(".json")
     if not is_json and (out / shards.TOKENIZER_JSON).exists():
         raise ValueError(
             f"{out / shards.TOKENIZER_JSON} is not this recipe's, and would be used; remove it"
         )
-    if isinstance(given, TokenizerTraining):
-        model = tokenizer.train(training_sample(recipe, out, given.train_bytes), given)
+    if isinstance(settings, TokenizerTraining):
+        model = tokenizer.train(training_sample(recipe, out, settings.train_bytes), settings)
         write_atomically(out / shards.TOKENIZER_MODEL, model)
     else:
-        tokenizer.copy_given(given, out)
+        tokenizer.copy_given(settings, out)
     shards.write_json(receipt, {"key": key, "sha256": _hashes(out)})
 
 
 def _tokenizer_key(recipe: Recipe, out: Path) -> str:
-    given = recipe.tokenizer
-    if isinstance(given, TokenizerFile):
+    settings = recipe.tokenizer
+    if isinstance(settings, TokenizerFile):
         return stage.key_of(
-            "tokenizer", file_sha256(Path(given.path)), tokenizer.load_given(given).names
+            "tokenizer", file_sha256(Path(settings.path)), tokenizer.load_given(settings).names
         )
-    made = (stage.receipts(out, "filter", source.name) for source in recipe.sources)
-    files = [[receipt["files"][DOCUMENTS] for receipt in of_source] for of_source in made]
+    receipts = (stage.receipts(out, "filter", source.name) for source in recipe.sources)
+    files = [[receipt["files"][DOCUMENTS] for receipt in of_source] for of_source in receipts]
     left_out = None
     if recipe.dedup.minhash:
         units = [unit for source in recipe.sources for unit in stage.list_units(out, source.name)]
         rows = [documents.near_copies(recipe, out, unit).tobytes() for unit in units]
         left_out = [xxhash.xxh3_64_hexdigest(each) for each in rows]
     return stage.key_of(
-        "tokenizer", asdict(given), recipe.seed, _find_most_held_out(recipe), files, left_out
+        "tokenizer", asdict(settings), recipe.seed, _find_most_held_out(recipe), files, left_out
     )
 
 
@@ -213,15 +217,21 @@ def _find_most_held_out(recipe: Recipe) -> int:
 
 def training_sample(recipe: Recipe, out: Path, train_bytes: int) -> list[str]:
     """Return training documents in shuffled order, train_bytes shared among sources by size."""
-    counted = {each.name: stage.counts(out, "filter", each.name) for each in recipe.sources}
-    sizes = {name: sum(each["bytes"] for each in counts) for name, counts in counted.items()}
+    counts_by_source = {
+        each.name: stage.counts(out, "filter", each.name) for each in recipe.sources
+    }
+    sizes = {
+        name: sum(each["bytes"] for each in counts) for name, counts in counts_by_source.items()
+    }
     # the documents with the smallest keys: a sample that does not depend on units or workers
     total, sample = max(sum(sizes.values()), 1), []
     for source, size in sizes.items():
         units = stage.list_units(out, source)
         batches = (batch for unit in units for batch in documents.read_remaining(recipe, out, unit))
-        given = (document for ids, texts, _ in batches for document in zip(ids, texts, strict=True))
-        sample += first_documents(given, train_bytes * size // total, recipe)
+        candidates = (
+            document for ids, texts, _ in batches for document in zip(ids, texts, strict=True)
+        )
+        sample += first_documents(candidates, train_bytes * size // total, recipe)
     return sample
 
 

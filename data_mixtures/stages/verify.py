@@ -141,10 +141,10 @@ def _read_block(path: Path, at: int) -> bytes:
 
 
 def _check_listing(folder: Path, manifest: Json) -> list[Damage]:
-    listed = [*shards.token_files(manifest), *manifest.get("quarantined", [])]
-    known = {shards.MANIFEST, *(name for entry in listed for name in shards.files_of(entry))}
-    others = sorted(each for each in folder.iterdir() if each.name not in known)
-    return [Damage(each, "not in the manifest") for each in others]
+    entries = [*shards.token_files(manifest), *manifest.get("quarantined", [])]
+    expected = {shards.MANIFEST, *(name for entry in entries for name in shards.files_of(entry))}
+    others = sorted(path for path in folder.iterdir() if path.name not in expected)
+    return [Damage(path, "not in the manifest") for path in others]
 
 
 def _check_locks(out: Path, manifests: dict[str, Json]) -> list[Damage]:
