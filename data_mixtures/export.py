@@ -1,10 +1,10 @@
-"""A mixture for other trainers: a `datasets.IterableDataset`, or a torchdata node that resumes.
+"""Prepared data for other trainers: a `datasets.IterableDataset`, or a torchdata node that resumes.
 
     dataset = export.as_dataset("data/own/phase1.lock.json", sequences=100_000, rank=rank, world=world)
     node = export.MixtureNode("data/own/phase1.lock.json", rank, world)
 
 A row is {"input_ids": int64 (S + 1,), "source": its name}: S inputs, and S targets one token further.
-Rank r of w reads the sequences r, r + w, ..., so the union of all ranks is the same for every w.
+Rank r of w reads the sequences r, r + w, ..., so all ranks together read the same for every w.
 """
 
 from __future__ import annotations
@@ -65,7 +65,9 @@ class MixtureNode(BaseNode[Row]):
 
     def __init__(self, lock: str | Path, rank: int = 0, world: int = 1) -> None:
         super().__init__()
-        self.lock, self.rank, self.world = lock, rank, world
+        self.lock = lock
+        self.rank = rank
+        self.world = world
         self.mixture = _open_mixture(lock)
         self.sequences = 0
 
@@ -89,6 +91,7 @@ class MixtureNode(BaseNode[Row]):
         return _row(self.mixture, number)
 
     def get_state(self) -> dict[str, Any]:
+        # global sequences, not this rank's: any number of ranks can continue from them
         used = self.mixture.windows_per_source(self.sequences)
         read_files = {
             name: self.mixture.read_files(name, windows)

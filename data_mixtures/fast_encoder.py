@@ -1,7 +1,7 @@
-"""gigatoken as a tokenizer's encoder: the ids of `tokenizers` and sentencepiece, 10 to 150 times as fast.
+"""gigatoken as the encoder of a tokenizer: 10 to 150 times as fast as `tokenizers` and sentencepiece.
 
-What it cannot load (Unigram, other normalizers), or encodes differently from the library, has no fast
-encoder (docs/decisions/data-pipeline.md).
+A tokenizer that it cannot load (Unigram, other normalizers), or that it encodes differently, has no
+fast encoder (docs/decisions/data-pipeline.md).
 """
 
 from __future__ import annotations

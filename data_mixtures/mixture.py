@@ -1,7 +1,7 @@
-"""A mixture: a lock file that pins data, weights and seed, and the batches that follow from it.
+"""The training data of a run: a lock file pins sources, weights and seed, and fixes every sequence.
 
-Sequence g is f(lock, manifests, seed, g); `order` says how g becomes a window. A run's loader state is
-the number of sequences consumed and the lock's fingerprint.
+Sequence g is a pure function of (lock, manifests, g); `order` says how g becomes a window. So a
+loader's state is the number of sequences consumed and the lock's fingerprint.
 """
 
 from __future__ import annotations
@@ -59,7 +59,8 @@ def pin(
 def source_entry(data_dir: Path, name: str, weight: int, epoch_cap: int, lock: Json) -> Json:
     """Return a source's entry in a lock; ValueError for another tokenizer, length or packing."""
     manifest = shards.read_manifest(data_dir / name)
-    if facts := [key for key in (*shards.TOKENIZER_FACTS, "seq_len") if manifest[key] != lock[key]]:
+    keys = (*shards.TOKENIZER_FACTS, "seq_len")
+    if facts := [key for key in keys if manifest[key] != lock[key]]:
         raise ValueError(
             f"{data_dir / name} was tokenized with another tokenizer or length than the sources beside it: "
             f"{', '.join(facts)} differ. Prepare all sources with one recipe"
@@ -225,7 +226,8 @@ class Mixture:
         consumed = self._count_consumed(sequences)
         passed = (consumed > self._offsets) & (consumed > self._caps * self._windows)
         for index in np.flatnonzero(passed).tolist():
-            name, windows = self.source_names[index], self._windows[index]
+            name = self.source_names[index]
+            windows = self._windows[index]
             raise ValueError(
                 f"source {name!r} would be read {consumed[index] / windows:.2f} times after {sequences} sequences of "
                 f"{self.phase}, its epoch_cap is {self._caps[index]} ({windows} windows); train for fewer sequences, "
@@ -245,7 +247,8 @@ class Mixture:
         After the first epoch, they include the whole source. Equal beginnings give the same windows.
         """
         index = self.source_names.index(source)
-        begin, total = int(self._source_begins[index]), int(self._windows[index])
+        begin = int(self._source_begins[index])
+        total = int(self._windows[index])
         first = int(np.searchsorted(self._file_begins, begin))
         last = int(np.searchsorted(self._file_begins, begin + min(windows, total)))
         whole = [f"all {total}"] if windows > total else []
@@ -255,6 +258,7 @@ class Mixture:
 
     def check_continues(self, source: str, windows: int, read: Sequence[str] | None) -> None:
         """Raise ValueError unless `read` (the `read_files` of then, or None) are the current data."""
+        # reading on in changed files would repeat some windows and never read others, unseen
         current = self.read_files(source, windows)
         if current == read:
             return
@@ -266,27 +270,31 @@ class Mixture:
             min(windows, int(self._steps[first : first + shared_files, 0].sum())) if read else 0
         )
         raise ValueError(
-            f"source {source!r} is not the one of which {windows} windows were read: {shared_windows} of these lie in files "
-            f"that are unchanged, {windows - shared_windows} in others. Going on behind window {windows} could read up to "
-            f"{windows - shared_windows} windows twice and leave out as many; from its beginning, {windows}. Continue with the "
+            f"source {source!r} is not the one of which {windows} windows were read: {shared_windows} of these lie "
+            f"in files that are unchanged, {windows - shared_windows} in others. Going on behind window {windows} "
+            f"could read up to {windows - shared_windows} windows twice and leave out as many; from its beginning, "
+            f"{windows}. Continue with the "
             "data of the checkpoint (more `keep` changes the last shard, and adds others behind it), give new text "
             f"as a source of another name, or read it from its beginning: mixture.begin_again = [{source!r}]"
         )
 
     def _find(self, g: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
         """Return source, file, window in the file, and epoch of global sequences: int64 (n,) each."""
+        # the symbols of the docstring of `order`: block b, place r, source s = P[r], item j
         block, place = np.divmod(g, len(self._places))
         index = self._places[place]
         items = self._offsets[index] + block * np.array(self.weights)[index] + self._ranks[place]
         epochs, window = np.divmod(items, self._windows[index])
         for at in np.flatnonzero(epochs).tolist():
-            keys = order.round_keys(self.seed, self.source_names[index[at]], int(epochs[at]))
-            window[at] = order.permute(int(window[at]), int(self._windows[index[at]]), keys)
+            source = index[at]
+            keys = order.round_keys(self.seed, self.source_names[source], int(epochs[at]))
+            window[at] = order.permute(int(window[at]), int(self._windows[source]), keys)
         window = np.asarray(window + self._source_begins[index])
         file = np.searchsorted(self._file_begins, window, side="right") - 1
         window -= self._file_begins[file]
         count, stride, begin = self._steps[file].T
-        return index, file, np.where(epochs == 0, (window * stride + begin) % count, window), epochs
+        strided = (window * stride + begin) % count
+        return index, file, np.where(epochs == 0, strided, window), epochs
 
 
 def _open_source(lock_path: Path, entry: Json) -> list[TokenFile]:

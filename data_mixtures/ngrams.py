@@ -50,8 +50,11 @@ class Index:
     def build(cls, heads: np.ndarray, grams: np.ndarray, passages: np.ndarray, count: int) -> Index:
         """Build the index from the grams of `count` passages, as `passage_grams` returns them."""
         order = np.lexsort((passages, grams))
-        grams, passages = grams[order], passages[order]
-        new = np.append(True, (np.diff(grams) != 0) | (np.diff(passages) != 0))[: len(grams)]
+        grams = grams[order]
+        passages = passages[order]
+        # a gram that a passage repeats counts once
+        changes = (np.diff(grams) != 0) | (np.diff(passages) != 0)
+        new = np.append(True, changes)[: len(grams)]
         unique, first = np.unique(grams[new], return_index=True)
         owners = passages[new]
         first = np.append(first, len(owners)).astype(np.int64)
@@ -72,7 +75,8 @@ class Index:
 
     def find_grams(self, texts: list[str]) -> Pair:
         """Return (text, place in `grams`) of all grams of these texts, with repeats."""
-        pairs, first = [np.empty((2, 0), np.int64)], 0
+        pairs = [np.empty((2, 0), np.int64)]
+        first = 0
         for window in _windows(texts):
             text, place = self._find_in_window(*_word_hashes(window))
             pairs.append(np.stack([text + first, place]))
@@ -86,11 +90,15 @@ class Index:
         for span in (1, 2, 4):  # a head is 8 words: two halves of 4, which are two of 2
             heads = heads[:-span] + heads[span:] * _power(span)
         at = self._heads_lookup.find(heads)[0]
-        hashes, grams, starts = heads[at], [], []
+        hashes = heads[at]
+        grams = []
+        starts = []
         ends = bounds[np.searchsorted(bounds, at, side="right")]  # of the text with the gram
         for length in range(SHORTEST_WORDS, GRAM_WORDS + 1):
             inside = at + length <= ends
-            at, ends, hashes = at[inside], ends[inside], hashes[inside]
+            at = at[inside]
+            ends = ends[inside]
+            hashes = hashes[inside]
             if length > SHORTEST_WORDS:
                 hashes = hashes + words[at + length - 1] * _power(length - 1)
             grams.append(hashes)
@@ -112,7 +120,8 @@ class _Lookup:
         self.hashes = hashes
         # two tables, by a hash's highest bits and by those that follow, keep almost all text away
         # from the binary search
-        self._tables, used_bits = [], 0
+        self._tables = []
+        used_bits = 0
         for entries in _TABLE_ENTRIES:
             bits = max(10, (len(hashes) * entries).bit_length())
             shifts = np.uint64(used_bits), np.uint64(64 - bits)
@@ -122,12 +131,13 @@ class _Lookup:
             used_bits += bits
 
     def find(self, hashes: np.ndarray) -> Pair:
-        """Return (places of the known hashes, their places among the known)."""
+        """Return (places of the hashes that this table holds, their places in it)."""
         at = np.arange(len(hashes))
         for table, shifts in self._tables:
             bits = (hashes << shifts[0] >> shifts[1]).view(np.int64)
             inside = np.flatnonzero(table.take(bits, mode="wrap"))
-            at, hashes = at[inside], hashes[inside]
+            at = at[inside]
+            hashes = hashes[inside]
         place = np.searchsorted(self.hashes, hashes)
         inside = np.flatnonzero(self.hashes[np.minimum(place, len(self.hashes) - 1)] == hashes)
         return at[inside], place[inside]
@@ -138,7 +148,8 @@ def passage_grams(texts: list[str]) -> Triple:
 
     A text gives all its 13-grams, or the whole of a short one.
     """
-    parts, first = [(np.empty(0, np.uint64), np.empty(0, np.uint64), np.empty(0, np.int64))], 0
+    parts = [(np.empty(0, np.uint64), np.empty(0, np.uint64), np.empty(0, np.int64))]
+    first = 0
     for window in _windows(texts):
         words, bounds = _word_hashes(window)
         telling = np.concatenate([[0], np.cumsum(_have_two_letters(window))])
@@ -185,7 +196,8 @@ def _windows(texts: list[str]) -> Iterator[list[str]]:
     for text in texts:
         if window and size + len(text) > WINDOW_CHARS:
             yield window
-            window, size = [], 0
+            window = []
+            size = 0
         window.append(text)
         size += len(text) + 1
     if window:

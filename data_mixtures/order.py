@@ -41,10 +41,13 @@ def pattern(weights: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
     _check_weights(weights)
     active = np.flatnonzero(weights)
     w = np.asarray(weights, dtype=np.int64)[active]
-    total, slack = int(w.sum()), max(2 * len(active) - 2, 1)
-    served, lead = np.zeros_like(w), np.zeros_like(w)  # lead = due - served, in units of 1 / total
+    total = int(w.sum())
+    slack = max(2 * len(active) - 2, 1)
+    served = np.zeros_like(w)
+    lead = np.zeros_like(w)  # lead = due - served, in units of 1 / total
     deadline = _deadlines(served, w, slack)
-    places, ranks = np.empty(total, dtype=np.int64), np.empty(total, dtype=np.int64)
+    places = np.empty(total, dtype=np.int64)
+    ranks = np.empty(total, dtype=np.int64)
     for r in range(total):
         lead += w
         # of the sources at least 1/slack behind, the one that would first be too late
@@ -53,7 +56,8 @@ def pattern(weights: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
             if len(active) > 1
             else 0
         )
-        places[r], ranks[r] = active[s], served[s]
+        places[r] = active[s]
+        ranks[r] = served[s]
         served[s] += 1
         lead[s] -= total
         deadline[s] = _deadlines(served[s], w[s], slack)
@@ -109,7 +113,8 @@ def _quotients(numerator: int, denominator: int) -> Iterator[int]:
     while denominator:
         quotient, rest = divmod(numerator, denominator)
         yield quotient
-        numerator, denominator = denominator, rest
+        numerator = denominator
+        denominator = rest
 
 
 def begin(seed: int, source: str, shard: str, windows: int) -> int:
@@ -141,8 +146,10 @@ def permute(item: int, size: int, keys: Sequence[int]) -> int:
 
 def _feistel(x: int, bits: int, keys: Sequence[int]) -> int:
     low = bits // 2
-    low_mask, high_mask = (1 << low) - 1, (1 << (bits - low)) - 1
-    left, right = x >> low, x & low_mask
+    low_mask = (1 << low) - 1
+    high_mask = (1 << (bits - low)) - 1
+    left = x >> low
+    right = x & low_mask
     for i, key in enumerate(keys):
         if i % 2:
             right ^= _mix(left, key) & low_mask

@@ -1,4 +1,4 @@
-"""Best-fit-decreasing packing of whole texts into windows, with almost no padding.
+"""Packs whole texts into training windows by best-fit-decreasing, with almost no padding.
 
 A window of S + 1 tokens holds texts in its first S, and each of their tokens is an input once; the last
 token is the first of the next window and is never trained.
@@ -63,7 +63,8 @@ def pack(lengths: Sequence[int], size: int) -> list[list[int]]:
             if not with_room[room]:
                 rooms &= ~(1 << room)
         else:
-            room, window = size, len(windows)
+            room = size
+            window = len(windows)
             windows.append([])
         windows[window].append(item)
         rest = room - length
@@ -88,7 +89,8 @@ def streams(
         at = number * size
         for ids, trained in ((texts[item].ids, texts[item].trained) for item in window):
             here = slice(at, at + len(ids))
-            tokens[here], flags[here] = ids, trained * TRAINED
+            tokens[here] = ids
+            flags[here] = trained * TRAINED
             flags[at] |= BEGINS
             at = here.stop
         flags[at] |= BEGINS  # of padding, or of the next window
@@ -106,8 +108,11 @@ def best_fit(
     """
     # a longer document than a window is cut into whole windows and a rest, which share one token
     # with the piece before: so each of a document's tokens but its first is a label once
-    later, ends = np.arange(size) > 0, np.cumsum(lengths, dtype=np.int64)
-    pieces, owners, first = list[Piece](), list[int](), list[bool]()
+    later = np.arange(size) > 0
+    ends = np.cumsum(lengths, dtype=np.int64)
+    pieces = list[Piece]()
+    owners = list[int]()
+    first = list[bool]()
     for document, (begin, end) in enumerate(
         zip((ends - lengths).tolist(), ends.tolist(), strict=True)
     ):

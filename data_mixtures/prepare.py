@@ -1,5 +1,4 @@
-"""`python -m data_mixtures.prepare RECIPE.toml --out DIR`: text -> token shards, manifests, lock files, in
-one go.
+"""`python -m data_mixtures.prepare RECIPE.toml --out DIR`: all stages from text to shards and locks.
 
     DIR/tokenizer.model
     DIR/<source>/source.json, shard-NNNNN.bin, shard-NNNNN.docs.zst, valid.bin
@@ -107,13 +106,9 @@ def run_command(run: Callable[[], None]) -> int:
 
 def run(arguments: tyro.conf.OmitArgPrefixes[Arguments]) -> None:
     """All stages, from text to shards, manifests and lock files."""
-    prepare(
-        arguments.recipe,
-        arguments.out,
-        arguments.options(),
-        Console(highlight=False),
-        **arguments.settings(),
-    )
+    console = Console(highlight=False)
+    recipe, out = arguments.recipe, arguments.out
+    prepare(recipe, out, arguments.options(), console, **arguments.settings())
 
 
 def main() -> int:

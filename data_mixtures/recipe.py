@@ -1,8 +1,8 @@
-"""What a recipe TOML may say, in frozen dataclasses whose types and limits pydantic checks; all after this trusts it.
+"""The keys of a recipe TOML as frozen dataclasses, whose types and limits pydantic checks.
 
-A recipe names sources (files of one's own, here or behind a URL, and datasets of the hub), a tokenizer, what to filter,
-and one table of integer weights per phase. A key is a field of a dataclass here, with its help text below it:
-docs/recipe-keys.md is made from them. Unknown keys are refused with the nearest known name.
+A recipe names sources (local files, files behind a URL, datasets of the hub), a tokenizer, what to
+filter, and one table of integer weights per phase. A key is a field of a dataclass here, with its
+help text below it: docs/recipe-keys.md is made from them.
 """
 
 from __future__ import annotations

@@ -68,12 +68,13 @@ def _list_sources(table: Table, used: set[str]) -> Table:
 def _recipe(table: Table, folder: Path) -> Recipe:
     weights = {key: table.pop(key) for key in list(table) if re.fullmatch(r"phase\d+", key)}
     if isinstance(table.get("sources"), str):
-        used = {name for sources_weights in weights.values() for name in sources_weights}
+        used = set().union(*weights.values())
         table["sources"] = _list_sources(_toml(folder / table["sources"]), used)
     sources = table.pop("sources", {})
     for key in ("keep", "files"):
-        check_known(f"source in [{key}]:", given := table.get(key, {}), sources)
-        sources |= {name: {**sources[name], key: value} for name, value in given.items()}
+        overrides = table.get(key, {})
+        check_known(f"source in [{key}]:", overrides, sources)
+        sources |= {name: {**sources[name], key: value} for name, value in overrides.items()}
     if "tokenizer" in table:
         table["tokenizer"] = _tokenizer(table["tokenizer"], folder)
     for key in table.keys() - _keys(Recipe):
@@ -85,7 +86,8 @@ def _recipe(table: Table, folder: Path) -> Recipe:
         raise ValueError("no mixture: add a [phase1] table with one integer weight per source")
     roots = {"recipe": str(folder)}
     benchmarks = {name: pattern_of(path, roots) for name, path in recipe.filter.benchmarks.items()}
-    phases = {phase: _weights(phase, given, list(sources)) for phase, given in weights.items()}
+    names = list(sources)
+    phases = {phase: _weights(phase, by_source, names) for phase, by_source in weights.items()}
     filters = dataclasses.replace(recipe.filter, benchmarks=benchmarks)
     return dataclasses.replace(recipe, filter=filters, phases=phases)
 
@@ -108,7 +110,8 @@ def _keys(cls: Any) -> list[str]:
 def _explain(error: ValidationError) -> str:
     """The first of what is wrong, with the key and its value."""
     first = error.errors()[0]
-    path, message = first["loc"], first["msg"].removeprefix("Value error, ")
+    path = first["loc"]
+    message = first["msg"].removeprefix("Value error, ")
     key = ".".join(map(str, path))
     if first["type"] == "missing":
         return f"lacks {key!r}"

@@ -89,7 +89,8 @@ def write_pieces(path: Path, pieces: Iterable[np.ndarray], seq_len: int) -> Json
                 data, room = data[room:], max(room - len(data), 0)
                 if not room:
                     blocks.append(block.hexdigest())
-                    block, room = xxhash.xxh3_64(), BLOCK_BYTES
+                    block = xxhash.xxh3_64()
+                    room = BLOCK_BYTES
     if room < BLOCK_BYTES:
         blocks.append(block.hexdigest())
     sizes = {"bytes": size, "windows": windows_in(tokens, seq_len), "tokens": tokens}
@@ -106,7 +107,8 @@ def write_documents(
         columns: ids, lengths in tokens, lengths of origins in bytes.
         origins: their bytes one after another, in pieces.
     """
-    whole, (ids, lengths, sizes) = hashlib.sha256(), columns
+    whole = hashlib.sha256()
+    ids, lengths, sizes = columns
     head = (
         np.array([len(ids)], "<u8"),
         ids.astype("<u8"),
@@ -133,7 +135,8 @@ def unpack_file(path: Path) -> bytes:
 
 def unpack_documents(data: bytes) -> tuple[np.ndarray, np.ndarray, pyarrow.LargeStringArray]:
     count = int.from_bytes(data[:8], "little")
-    ids, at = np.frombuffer(data, "<u8", count, 8), 8 + 8 * count
+    ids = np.frombuffer(data, "<u8", count, 8)
+    at = 8 + 8 * count
     lengths, sizes = np.frombuffer(data, "<u4", 2 * count, at).reshape(2, count)
     offsets = at + 8 * count + np.append(0, np.cumsum(sizes, dtype=np.int64))
     buffers = [None, pyarrow.py_buffer(offsets), pyarrow.py_buffer(data)]
@@ -239,7 +242,8 @@ def files_of(entry: Json) -> tuple[str, ...]:
 def check_sizes(folder: Path, manifest: Json) -> None:
     """Raise ValueError for the first file of the manifest that is missing or of another size."""
     for entry in _window_files(manifest):
-        path, expected = os.path.join(folder, entry["name"]), entry["bytes"]
+        path = os.path.join(folder, entry["name"])
+        expected = entry["bytes"]
         try:  # one question a file: there may be thousands, on a file system far away
             size = os.stat(path).st_size
         except FileNotFoundError:

@@ -94,7 +94,8 @@ def run(question: Question, console: Console) -> None:
 
 
 def _batches(question: Question, attempts: list[skips.Reading]) -> list[Batch]:
-    step, sequence = question.step, question.sequence
+    step = question.step
+    sequence = question.sequence
     if question.bad_step is not None:
         return _find_refused_batches(question, attempts)
     if (
@@ -147,7 +148,8 @@ def read_sequences(lock: Path, offsets: dict[str, int], numbers: np.ndarray) -> 
     mixture = Mixture.open(lock, offsets)
     pieces = tokenizer.load(shards.tokenizer_path(lock.parent))
     for number in numbers.tolist():
-        (place,), (tokens,) = mixture.locate(np.array([number])), mixture.sequences(number, 1)[0]
+        (place,) = mixture.locate(np.array([number]))
+        (tokens,) = mixture.sequences(number, 1)[0]
         starts = (
             mixture.flags(number, 1)[0] & BEGINS if mixture.packed else tokens == mixture.bos_id
         )
@@ -163,7 +165,8 @@ def read_sequences(lock: Path, offsets: dict[str, int], numbers: np.ndarray) -> 
 
 def _document_at(data: Path, place: Json, begin: int, packed: bool) -> Json:
     """Return the document that holds a token of a sequence; {} if none is found."""
-    folder, token = data / place["source"], place["token_offset"] + begin
+    folder = data / place["source"]
+    token = place["token_offset"] + begin
     manifest = _manifest(folder)
     stride = manifest["windows_per_shard"] * manifest["seq_len"]
     names = [entry["name"] for entry in manifest["shards"]]
@@ -209,7 +212,8 @@ class Index:
 
 @functools.lru_cache(maxsize=16)
 def read_index(folder: Path, number: int) -> Index:
-    entry, bos_id = _manifest(folder)["shards"][number], _manifest(folder)["bos_id"]
+    entry = _manifest(folder)["shards"][number]
+    bos_id = _manifest(folder)["bos_id"]
     if "docs" not in entry:  # conversations
         nothing = np.empty(0, np.int64)
         return Index(nothing, nothing, nothing, ())
@@ -231,9 +235,12 @@ def find_documents(
     if (content := read_lock(lock))["packing"] == CONVERSATIONS:
         raise ValueError(f"{lock} holds packed conversations, which have no document index")
     folders = [lock.parent / source["name"] for source in content["sources"]]
-    places = [(folder, at) for folder in folders for at in range(len(_manifest(folder)["shards"]))]
-    for folder, at in track(places, "searching", console=console, transient=True):
-        entry = _manifest(folder)["shards"][at]
+    places = [
+        (folder, at, entry)
+        for folder in folders
+        for at, entry in enumerate(_manifest(folder)["shards"])
+    ]
+    for folder, at, entry in track(places, "searching", console=console, transient=True):
         ids, _, origins = shards.read_documents(folder / entry["docs"]["name"])
         if origin:
             matches = pyarrow.compute.match_substring(origins, origin).to_numpy(False)
@@ -264,7 +271,8 @@ def print_text(result: Json, console: Console) -> None:
 
 
 def _title(part: Json) -> str:
-    first, tokens = part.get("before", 0), part.get("tokens")
+    first = part.get("before", 0)
+    tokens = part.get("tokens")
     if "id" not in part:
         return f"{tokens:,} tokens"
     span = f"tokens {first:,} to {first + tokens:,} of " if tokens else ""

@@ -35,7 +35,8 @@ class Store:
     """The store behind a copy's URL; both use the same relative names."""
 
     def __init__(self, here: Path, url: str) -> None:
-        self.here, self.url = here, url
+        self.here = here
+        self.url = url
         with explain_errors(url, "written"):
             self.system, self.root = fsspec.url_to_fs(
                 url, use_listings_cache=False, skip_instance_cache=True
@@ -72,7 +73,9 @@ class Store:
         return {path.name: (path.stat().st_size, path.stat().st_mtime_ns) for path in files}
 
     def _write(self, names: Iterable[str]) -> None:
-        contents: Mapping[str, bytes] = self.system.cat(listed) if (listed := list(names)) else {}
+        paths = list(names)
+        # `cat` of an empty list is an error
+        contents: Mapping[str, bytes] = self.system.cat(paths) if paths else {}
         for name, content in contents.items():
             path = self.here / name.removeprefix(f"{self.root}/")
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -148,7 +151,8 @@ class Store:
         """Hold the store's lock file; ValueError names another holder."""
         # advisory: it works as long as all processes use it, but the bytes of the data do not
         # depend on it
-        lock, holder_name = f"{self.root}/{LOCK}", f"process {os.getpid()} on {host_name()}"
+        lock = f"{self.root}/{LOCK}"
+        holder_name = f"process {os.getpid()} on {host_name()}"
         try:
             with explain_errors(self.url, "written"):
                 self.system.pipe_file(lock, holder_name.encode(), mode="create")
@@ -201,7 +205,7 @@ def open_copy(url: str) -> Iterator[Path]:
                 store.drop(0)
                 # of units that ran in this process
                 shutil.rmtree(_workers_folder(), ignore_errors=True)
-                _remove_left()
+                _remove_stale_copies()
 
 
 def place(out: Path) -> Place | None:
@@ -222,7 +226,7 @@ def _workers_folder() -> Path:
 
 
 def _new(here: Path, url: str) -> Store:
-    _remove_left()
+    _remove_stale_copies()
     shutil.rmtree(here, ignore_errors=True)
     here.mkdir(parents=True)
     (here / MARK).write_text(url, encoding="utf-8")
@@ -230,8 +234,8 @@ def _new(here: Path, url: str) -> Store:
     return store
 
 
-def _remove_left() -> None:
-    # copies of workers that are gone
+def _remove_stale_copies() -> None:
+    # a killed worker cannot delete its own copy
     for folder in _scratch().glob("worker-*"):
         if not Path(f"/proc/{folder.name.removeprefix('worker-')}").exists():
             shutil.rmtree(folder, ignore_errors=True)

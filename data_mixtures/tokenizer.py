@@ -1,4 +1,4 @@
-"""The tokenizer of a data folder: a sentencepiece model, or a Hugging Face tokenizer.json.
+"""Tokenizers of data folders: a sentencepiece model, or a Hugging Face tokenizer.json.
 
 A document is bos_id, its text's ids, eos_id; if both are the same id (GPT-2, Qwen), it only begins
 each document. Text is never parsed for control tokens: "<s>" in a document is three characters.
@@ -44,7 +44,8 @@ def train(texts: Iterable[str], training: TokenizerTraining) -> bytes:
     # line by line, so a newline stays the byte piece <0x0A>, as in Llama-2
     every = chain.from_iterable(text.split("\n") for text in texts)
     lines = (line for line in every if 0 < len(line.encode()) <= MAX_LINE_BYTES)
-    model, size = io.BytesIO(), training.vocab_size
+    model = io.BytesIO()
+    size = training.vocab_size
     try:
         sentencepiece.SentencePieceTrainer.train(
             sentence_iterator=lines,
@@ -105,7 +106,8 @@ def load_from_recipe(settings: TokenizerFile) -> Tokenizer:
 
 def copy_from_recipe(settings: TokenizerFile, folder: Path) -> Path:
     """Copy a recipe's tokenizer into a folder; return its path."""
-    path, names = Path(settings.path), load_from_recipe(settings).names
+    path = Path(settings.path)
+    names = load_from_recipe(settings).names
     target = folder / (shards.TOKENIZER_JSON if names else shards.TOKENIZER_MODEL)
     if names:
         # tokenizer_config.json beside a tokenizer.json names the tokens at the ends of a document
@@ -149,7 +151,9 @@ class Tokenizer(abc.ABC):
     def __init__(
         self, vocab_size: int, bos_id: int, eos_id: int, control_ids: Iterable[int]
     ) -> None:
-        self.vocab_size, self.bos_id, self.eos_id = vocab_size, bos_id, eos_id
+        self.vocab_size = vocab_size
+        self.bos_id = bos_id
+        self.eos_id = eos_id
         self.dtype = np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
         self._is_control = np.zeros(vocab_size, dtype=bool)
         self._is_control[[bos_id, eos_id, *control_ids]] = True
@@ -170,7 +174,8 @@ class Tokenizer(abc.ABC):
     @functools.cached_property
     def fast(self) -> fast_encoder.Encode | None:
         """The fast encoder, or None if it encodes a probe differently from the library."""
-        encode, special = self._fast_encoder(), self._list_spellings()[:_PROBED]
+        encode = self._fast_encoder()
+        special = self._list_spellings()[:_PROBED]
         around = [f"a{spelling}b {spelling}  {spelling}\n{spelling}" for spelling in special]
         probes = [*fast_encoder.PROBES, *special, *around, "".join(special), " ".join(special)]
         return encode if encode and all(self._agrees(encode, probe) for probe in probes) else None
@@ -213,8 +218,12 @@ class Tokenizer(abc.ABC):
         ends = np.cumsum(lengths)
         tokens = np.empty(int(lengths.sum()), self.dtype)
         is_text = np.ones(int(lengths.sum()), bool)
-        for at, token in ((ends - lengths, self.bos_id), *[(ends - 1, self.eos_id)] * self._ends):
-            tokens[at], is_text[at] = token, False
+        begins = ends - lengths
+        tokens[begins] = self.bos_id
+        is_text[begins] = False
+        if self._ends:
+            tokens[ends - 1] = self.eos_id
+            is_text[ends - 1] = False
         tokens[is_text] = ids
         return tokens, lengths.astype(np.uint32)
 
@@ -317,8 +326,7 @@ class SentencepieceTokenizer(Tokenizer):
         return fast_encoder.of_sentencepiece(self._processor.serialized_model_proto())
 
     def _list_spellings(self) -> list[str]:
-        # what is given by a user has the score 0, as control pieces have, and the first of those
-        # that are trained
+        # user-defined pieces have the score 0, as control pieces and the first trained piece have
         processor = self._processor
         ids = (
             i

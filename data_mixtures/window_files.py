@@ -56,7 +56,8 @@ class WindowFiles:
     def _read_window(self, file: int, window: int, out: np.ndarray) -> None:
         first = window * self.seq_len
         end = first + self.seq_len + 1
-        checked, width = self._checked[file], self._dtypes[file].itemsize
+        checked = self._checked[file]
+        width = self._dtypes[file].itemsize
         for block in range(
             first * width // shards.BLOCK_BYTES, (end * width - 1) // shards.BLOCK_BYTES + 1
         ):
@@ -76,7 +77,8 @@ class WindowFiles:
                 self._checked[file][block] = 1
 
     def _compare(self, file: int, block: int) -> None:
-        path, begin = self._paths[file], block * shards.BLOCK_BYTES
+        path = self._paths[file]
+        begin = block * shards.BLOCK_BYTES
         end = min(begin + shards.BLOCK_BYTES, self._bytes[file])
         place = f"{path}: block {block} of {len(self._checked[file])} (bytes {begin} to {end})"
         # reads the file, not the map: other threads go on, and a broken disk gives an error where a
@@ -102,7 +104,8 @@ _FIX = (
 
 def _digest(path: str, begin: int, end: int) -> bytes:
     """Return the xxh3 of bytes begin <= i < end of a file, fewer if the file ends early."""
-    digest, buffer = xxhash.xxh3_64(), memoryview(bytearray(CHUNK_BYTES))
+    digest = xxhash.xxh3_64()
+    buffer = memoryview(bytearray(CHUNK_BYTES))
     with open(path, "rb", buffering=0) as file:
         file.seek(begin)
         while begin < end and (count := file.readinto(buffer[: end - begin])):

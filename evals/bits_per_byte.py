@@ -45,7 +45,8 @@ def sum_windows(
     """Sum up each window (S+1,): nats of all tokens, and of those that stand for bytes, tokens, bytes."""
     scored = score_each(scorer, windows, lambda window: [Prompt(window.tolist(), 1)])
     for index, (window, (scores,)) in enumerate(scored):
-        targets, nats = window[1:].astype(np.int64), -scores.logprobs
+        targets = window[1:].astype(np.int64)
+        nats = -scores.logprobs
         if nats.shape != targets.shape or not np.isfinite(nats).all():
             raise ValueError(
                 f"window {index}: the model gave {nats.size} log-probabilities, {int((~np.isfinite(nats)).sum())} of "
@@ -64,10 +65,13 @@ def bits_per_byte(
     partial: Partial,
 ) -> JsonObject:
     """Score the windows (n, S+1) of every source."""
-    sources, everything = dict[str, JsonObject](), []
+    sources = dict[str, JsonObject]()
+    everything = []
     for name, rows in windows.items():
-        shown = track(rows, description=f"{name:>16}", console=console)
-        sums = partial.complete(name, shown, lambda left: sum_windows(scorer, left, token_bytes))
+        rows_in_progress = track(rows, description=f"{name:>16}", console=console)
+        sums = partial.complete(
+            name, rows_in_progress, lambda remaining: sum_windows(scorer, remaining, token_bytes)
+        )
         sources[name] = {"category": categories[name], **figures_of(sums)}
         everything += sums
     # a source weighs by its bytes, in the loss by its tokens
@@ -138,7 +142,8 @@ def count_token_bytes(path: Path) -> np.ndarray:
             "use a SentencePiece BPE with byte fallback, or a byte-level BPE"
         )
     added = tokenizer.get_added_tokens_decoder()
-    pieces, unknown = tokenizer.get_vocab(), getattr(tokenizer.model, "unk_token", None)
+    pieces = tokenizer.get_vocab()
+    unknown = getattr(tokenizer.model, "unk_token", None)
     # the counts of a text's ids add up to its bytes, plus the space that a Llama 2 tokenizer
     # prepends
     counts = np.zeros(max(pieces.values()) + 1, dtype=np.int64)

@@ -20,23 +20,28 @@ def contamination(data: Path) -> JsonObject:
     """Count by benchmark the items, an upper bound of those found, and the documents dropped."""
     manifests = read_manifests(data)
     by_source = {name: manifest.get("contamination", {}) for name, manifest in manifests.items()}
-    known = {benchmark.name: benchmark for benchmark in read_benchmarks(data)}
+    indexed = {benchmark.name: benchmark for benchmark in read_benchmarks(data)}
     benchmarks = {}
-    for name in sorted({*known, *(name for found in by_source.values() for name in found)}):
-        held = {
-            source: found[name]
-            for source, found in by_source.items()
-            if found.get(name, {}).get("documents")
+    for name in sorted(
+        {
+            *indexed,
+            *(name for counts_by_benchmark in by_source.values() for name in counts_by_benchmark),
         }
-        items = known[name].items if name in known else None
+    ):
+        counts_by_source = {
+            source: counts_by_benchmark[name]
+            for source, counts_by_benchmark in by_source.items()
+            if counts_by_benchmark.get(name, {}).get("documents")
+        }
+        items = indexed[name].items if name in indexed else None
         # an item in several sources is counted by each, as they record only how many they held
-        touched = sum(counts["items"] for counts in held.values())
+        touched = sum(counts["items"] for counts in counts_by_source.values())
         benchmarks[name] = {
             "items": items,
-            "searchable": known[name].searchable if name in known else None,
+            "searchable": indexed[name].searchable if name in indexed else None,
             "touched": touched if items is None else min(touched, items),
-            "documents_dropped": sum(counts["documents"] for counts in held.values()),
-            "sources": held,
+            "documents_dropped": sum(counts["documents"] for counts in counts_by_source.values()),
+            "sources": counts_by_source,
         }
     content = {name: manifest["content_sha256"] for name, manifest in manifests.items()}
     return {"benchmarks": benchmarks, "manifests": content}
@@ -56,9 +61,9 @@ def show(figures: JsonObject) -> None:
         "documents dropped",
     )
     rows = []
-    for name, found in figures["benchmarks"].items():
-        counts = (found[key] for key in ("items", "searchable", "touched", "documents_dropped"))
-        sources = ", ".join(found["sources"]) or "none"
+    for name, overlap in figures["benchmarks"].items():
+        counts = (overlap[key] for key in ("items", "searchable", "touched", "documents_dropped"))
+        sources = ", ".join(overlap["sources"]) or "none"
         rows.append([name, sources, *("?" if c is None else f"{c:,}" for c in counts)])
     show_table(title, columns, rows, texts=2)
     if not figures["benchmarks"]:

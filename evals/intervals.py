@@ -7,9 +7,10 @@ import math
 Z95 = 1.959963984540054  # 95 % of a normal distribution lie within so many standard deviations
 
 
-def wilson(right: float, asked: int) -> tuple[float, float]:
+def wilson(right: float, total: int) -> tuple[float, float]:
     """Return (center, half width) of Wilson's interval of 95 % of a share."""
-    share, spread = right / asked, Z95**2 / asked
+    share = right / total
+    spread = Z95**2 / total
     # unlike a binomial error it is never 0
-    half = Z95 / (1 + spread) * math.sqrt(share * (1 - share) / asked + spread / (4 * asked))
+    half = Z95 / (1 + spread) * math.sqrt(share * (1 - share) / total + spread / (4 * total))
     return (share + spread / 2) / (1 + spread), half

@@ -21,7 +21,8 @@ class Partial:
     """A file of JSON lines {"name", "answers"}; nothing is kept if `path` is None."""
 
     def __init__(self, path: Path | None = None):
-        self.path, self._appending = path, Lock()
+        self.path = path
+        self._appending = Lock()
         self.answers: dict[str, list[Any]] = {}
         for line in read_lines(path) if path else ():
             self.answers.setdefault(line["name"], []).extend(line["answers"])

@@ -41,11 +41,12 @@ def main(
     check_range(1, max_new_tokens=max_new_tokens)
     check_range(0.01, 100, temperature=temperature)
     check_range(0, 2**32 - 1, seed=seed)
-    asked = read_prompts(prompts or BUILT_IN)
+    chosen = read_prompts(prompts or BUILT_IN)
     if not prompts and not load_tokenizer(hf_dir).chat_template:
-        asked = [prompt for prompt in asked if "text" in prompt]
-    scorer, samples = open_scorer(hf_dir, source), []
-    for prompt in asked:
+        chosen = [prompt for prompt in chosen if "text" in prompt]
+    scorer = open_scorer(hf_dir, source)
+    samples = []
+    for prompt in chosen:
         written = {}
         for name, heat in (("greedy", 0.0), ("sampled", temperature)):
             try:
@@ -66,7 +67,7 @@ def main(
             "temperature": temperature,
             "seed": seed,
         },
-        data_sha256=hashlib.sha256(json.dumps(asked).encode()).hexdigest(),
+        data_sha256=hashlib.sha256(json.dumps(chosen).encode()).hexdigest(),
         **origin(hf_dir, scorer),
     )
 
@@ -75,8 +76,8 @@ def read_prompts(path: Path) -> list[JsonObject]:
     """Read the prompts of a file; ValueError names the first line that is none."""
     prompts = []
     for number, prompt in json_objects(path):
-        named = isinstance(prompt, dict) and isinstance(prompt.get("name"), str)
-        if not named or isinstance(prompt.get("text"), str) == isinstance(
+        has_name = isinstance(prompt, dict) and isinstance(prompt.get("name"), str)
+        if not has_name or isinstance(prompt.get("text"), str) == isinstance(
             prompt.get("messages"), list
         ):
             raise ValueError(

@@ -54,9 +54,9 @@ Numbered = Sequence[tuple[int, JsonObject]]
 def name_figures(record: JsonObject) -> dict[str, float]:
     """Name the figures of a record by kind, settings and path: core/nanochat/limit-500/core_v1."""
     record, kind = with_current_names(record), str(record.get("kind"))
-    asked = [(key, record.get(key)) for key in SETTINGS.get(kind, ())]
+    settings = [(key, record.get(key)) for key in SETTINGS.get(kind, ())]
     # a setting that is text stands for itself, another is NAME-VALUE, null is left out
-    words = [v if isinstance(v, str) else f"{key}-{v}" for key, v in asked if v is not None]
+    words = [v if isinstance(v, str) else f"{key}-{v}" for key, v in settings if v is not None]
     figures = {}
     for path, value in itertools.chain(*itertools.starmap(numbers_in, record.items())):
         if re.fullmatch(FIGURES.get(kind, ""), path):
@@ -66,7 +66,7 @@ def name_figures(record: JsonObject) -> dict[str, float]:
     return figures
 
 
-def send_to_wandb(run: Path, folder: Path, records: Numbered, given: int) -> None:
+def send_to_wandb(run: Path, folder: Path, records: Numbered, already_sent: int) -> None:
     """Send records to a wandb run of their own: offline all, online the new ones."""
     import wandb
 
@@ -94,25 +94,26 @@ def send_to_wandb(run: Path, folder: Path, records: Numbered, given: int) -> Non
             )
         # `wandb sync` may replace older offline folders by the newest one; step is the index of
         # the record, as it must not decrease, and checkpoints may be evaluated out of order
-        if figures and (board.offline or count >= given):
+        if figures and (board.offline or count >= already_sent):
             tokens = int(number(record.get("tokens_total")) or 0)
             board.log({"step": int(record["step"]), "tokens_total": tokens, **figures}, step=count)
     board.finish()
 
 
-def send_to_tensorboard(run: Path, folder: Path, records: Numbered, given: int) -> None:
+def send_to_tensorboard(run: Path, folder: Path, records: Numbered, already_sent: int) -> None:
     from tensorboard.compat.proto.event_pb2 import Event
     from tensorboard.compat.proto.summary_pb2 import Summary
     from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
     writer = EventFileWriter(str(folder))
     for count, record in records:
-        if count >= given:
+        if count >= already_sent:
             values = [
                 Summary.Value(tag=name, simple_value=value)
                 for name, value in name_figures(record).items()
             ]
-            step, time = int(record["step"]), number(record.get("time"))
+            step = int(record["step"])
+            time = number(record.get("time"))
             writer.add_event(Event(step=step, wall_time=time, summary=Summary(value=values)))
     writer.close()
 
@@ -128,16 +129,23 @@ class Trackers:
 
     def give(self, records: Sequence[JsonObject]) -> None:
         """Send each tracker the records of evals.jsonl that it lacks."""
-        about = [
-            (n, each) for n, each in enumerate(records) if number(each.get("step")) is not None
+        with_step = [
+            (n, record)
+            for n, record in enumerate(records)
+            if number(record.get("step")) is not None
         ]
         for name, send in list(self.senders.items()):
             counts = self.read_counts()
-            given = counts.get(name, 0)
-            if given == len(records):
+            already_sent = counts.get(name, 0)
+            if already_sent == len(records):
                 continue
             try:
-                send(self.run, self.folder, about, 0 if given > len(records) else given)
+                send(
+                    self.run,
+                    self.folder,
+                    with_step,
+                    0 if already_sent > len(records) else already_sent,
+                )
                 write_atomically(self.run / SENT, json.dumps({**counts, name: len(records)}))
             # one that fails is reported, and left alone
             except Exception as problem:

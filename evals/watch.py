@@ -62,7 +62,8 @@ class Watcher:
     """The evaluations of one run."""
 
     def __init__(self, job: JobSections):
-        self.job, self.run = job, job.run
+        self.job = job
+        self.run = job.run
         self.records = self.run / "evals.jsonl"
         self.trackers = Trackers(job, self.say)
         # times of time.monotonic() by (step, saved, command)
@@ -92,7 +93,9 @@ class Watcher:
 
     def next_work(self) -> Work | None:
         """Return the next complete checkpoint with missing records; report those deleted before their turn."""
-        evaluated, waiting, unfinished = self.read_times(), [], set[str]()
+        evaluated = self.read_times()
+        waiting = []
+        unfinished = set[str]()
         for step, folder in step_folders(self.job.checkpoints).items():
             with contextlib.suppress(OSError):  # not saved yet, or being deleted
                 saved = (folder / ".metadata").stat().st_mtime
@@ -277,12 +280,14 @@ def yield_to_training(cpus: str | None, gpu: str | None) -> None:
 
 def parse_cores(cpus: str) -> set[int]:
     """Return the cores of a list such as 28-31 or 2,3; ValueError unless this process may use them all."""
-    allowed, chosen = os.sched_getaffinity(0), set[int]()
+    allowed = os.sched_getaffinity(0)
+    chosen = set[int]()
     for part in cpus.split(","):
         first, _, last = part.partition("-")
         if not first.isdecimal() or not (last or first).isdecimal():
             raise ValueError(f"--cpus {cpus!r} is not a list of cores, such as 28-31 or 2,3")
-        low, high = int(first), int(last or first)
+        low = int(first)
+        high = int(last or first)
         if low > high or not {low, high} <= allowed:
             raise ValueError(
                 f"--cpus {cpus}: {part} must be ascending cores that this process may use, which are "

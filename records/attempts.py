@@ -71,8 +71,8 @@ def _mark_kept(rows: list[Row], starts: Mapping[int, int]) -> None:
 def steps_before(lineage: JsonObject) -> int:
     """Count the steps before the start of a run, as far as its parents are on disk."""
     parent = Path(str(lineage.get("parent") or ""))
-    named = re.fullmatch(r"step-(\d+)", parent.name)
-    if not named:
+    match = re.fullmatch(r"step-(\d+)", parent.name)
+    if not match:
         return 0
     try:
         above = read_json(run_folder(parent) / "lineage.json", {})
@@ -80,7 +80,7 @@ def steps_before(lineage: JsonObject) -> int:
         above = {}
     # not the run itself
     further = isinstance(above, dict) and above.get("parent") != lineage.get("parent")
-    return int(named[1]) + (steps_before(above) if further else 0)
+    return int(match[1]) + (steps_before(above) if further else 0)
 
 
 def place_on_one_axis(
@@ -92,7 +92,8 @@ def place_on_one_axis(
         The steps before each phase.
     """
     origins: dict[str, float] = {}
-    steps, tokens = 0.0, 0.0
+    steps = 0.0
+    tokens = 0.0
     for phase in dict.fromkeys(s.phase for s in segments):
         of_phase = [segment for segment in segments if segment.phase == phase]
         rows = [row for segment in of_phase for row in segment.rows]
@@ -103,10 +104,11 @@ def place_on_one_axis(
             tokens = float(lineage.get("tokens_before") or tokens)
         origins[phase] = steps
         for row in rows:
-            counted = None if row["tokens"] is None else tokens + row["tokens"]
+            x_tokens = None if row["tokens"] is None else tokens + row["tokens"]
             row["x_step"], row["x_time"] = steps + row["step"], row.get("time")
-            row["x_tokens"] = counted if row["tokens_total"] is None else row["tokens_total"]
+            row["x_tokens"] = x_tokens if row["tokens_total"] is None else row["tokens_total"]
         last = [row for row in rows if row["kept"]][-1:]
         if last:
-            steps, tokens = last[0]["x_step"], last[0]["x_tokens"] or tokens
+            steps = last[0]["x_step"]
+            tokens = last[0]["x_tokens"] or tokens
     return origins

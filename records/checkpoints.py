@@ -46,7 +46,8 @@ def step_of(checkpoint: Path) -> int:
 def locate_checkpoint(checkpoint: Path) -> Path:
     """Return RUN/checkpoint/step-N as an absolute path within its run."""
     # any part may be a link: the path as given, or, where that lies in no run, as links lead
-    plain, real = Path(os.path.abspath(checkpoint)), checkpoint.resolve()
+    plain = Path(os.path.abspath(checkpoint))
+    real = checkpoint.resolve()
     return real if _is_in_run(real) and not _is_in_run(plain) else plain
 
 
@@ -110,10 +111,8 @@ def newest_complete_checkpoint(folder: Path, damaged: Iterable[Path] = ()) -> Pa
 def read_metadata(folder: Path) -> Any:
     """Read DCP's index of a checkpoint; ValueError if it is missing or damaged."""
     try:
-        content, expected = (
-            (folder / ".metadata").read_bytes(),
-            read_checksums(folder).get(".metadata"),
-        )
+        content = (folder / ".metadata").read_bytes()
+        expected = read_checksums(folder).get(".metadata")
         # a damaged pickle is an arbitrary program for its reader: any exception may come, and C's unpickler allocates
         # what a flipped bit asks for; without a checksum, Python's reader is used, whose memory is a dict
         if expected is None:
@@ -187,14 +186,15 @@ def write_checksums(folder: Path) -> None:
 
 def read_architecture(checkpoint: Path) -> JsonObject | None:
     """The model's config, from the checkpoint itself or from its run folder; None if neither says."""
-    own = read_json(checkpoint / ARCHITECTURE)
-    return own or read_json(run_folder(checkpoint) / ARCHITECTURE)
+    config = read_json(checkpoint / ARCHITECTURE)
+    return config or read_json(run_folder(checkpoint) / ARCHITECTURE)
 
 
 def list_superseded(folder: Path, keep_latest: int, keep_every_steps: int) -> list[Path]:
     """List the checkpoints that may be deleted, newest first."""
     # incomplete folders stay: one may be being written
-    complete, removable = 0, []
+    complete = 0
+    removable = []
     for step, path in step_folders(folder).items():
         if keep_every_steps and step % keep_every_steps == 0 and complete >= keep_latest:
             continue

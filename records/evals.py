@@ -77,9 +77,9 @@ class About:
         Raises:
             ValueError: a figure has a name of PROVENANCE, or is NaN or infinite.
         """
-        if taken := sorted(set(figures) & set(PROVENANCE)):
+        if clashes := sorted(set(figures) & set(PROVENANCE)):
             raise ValueError(
-                f"figures of {kind!r} use the provenance names {taken}; rename these figures"
+                f"figures of {kind!r} use the provenance names {clashes}; rename these figures"
             )
         seconds = round(time.perf_counter() - BEGAN, 3)
         values = {

@@ -106,7 +106,8 @@ def refuse(run: Path | None, attempt: int, problem: BaseException) -> NoReturn:
             f"{type(problem).__name__}: {problem} ({place.filename}:{place.lineno}: {place.line})"
         )
     reason = " ".join(reason.split())[:REASON_CHARS]
-    code, rank = CRASHED if isinstance(problem, OSError) else REFUSED, os.environ.get("RANK", "0")
+    code = CRASHED if isinstance(problem, OSError) else REFUSED
+    rank = os.environ.get("RANK", "0")
     # every rank may find the same problem: rank 0 speaks, another one only if the outcome says something else
     if rank != "0":
         time.sleep(OTHER_RANKS_S)

@@ -36,7 +36,8 @@ def append_line(path: Path, line: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "a+b", buffering=0) as file:
         # a partial line left by a crash is terminated first
-        cut, end = False, file.seek(0, os.SEEK_END)
+        cut = False
+        end = file.seek(0, os.SEEK_END)
         if end:
             file.seek(-1, os.SEEK_END)
             # also true while another process's line is half in the file: a blank line then, which readers skip
@@ -77,8 +78,8 @@ def survive_full_disk(path: Path) -> Iterator[None]:
         yield
     except OSError as problem:
         there = path.resolve()
-        place = next(each for each in (there, *there.parents) if each.exists())
-        mount = next(each for each in (place, *place.parents) if os.path.ismount(each))
+        place = next(parent for parent in (there, *there.parents) if parent.exists())
+        mount = next(parent for parent in (place, *place.parents) if os.path.ismount(parent))
         usage = shutil.disk_usage(place)
         free = f"{usage.free / 1e9:.3g} of {usage.total / 1e9:.3g} GB free"
         logging.getLogger().warning(
@@ -152,8 +153,8 @@ def read_json(path: Path, missing: Any = None) -> Any:
 def without_none(value: Any) -> Any:
     """Drop the fields that are None at any depth of a JSON value."""
     if isinstance(value, dict):
-        return {name: without_none(each) for name, each in value.items() if each is not None}
-    return [without_none(each) for each in value] if isinstance(value, list | tuple) else value
+        return {name: without_none(item) for name, item in value.items() if item is not None}
+    return [without_none(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
@@ -181,7 +182,8 @@ def hold_lock(path: Path, problem: str, wait_s: float = 0.0) -> TextIO:
         Held: another process still holds it after wait_s seconds.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    lock, deadline = open(path, "a+"), time.monotonic() + wait_s  # noqa: SIM115 - stays open
+    lock = open(path, "a+")  # noqa: SIM115 - stays open
+    deadline = time.monotonic() + wait_s
     while True:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -58,7 +58,8 @@ def compare_pairs(
     """
     differences = [y - x for x, y in zip(a, b, strict=True)]
     # as Agresti and Min (2005) recommend, so that few items without a difference do not look certain
-    total, count = math.fsum(differences), len(differences) + 2 * added
+    total = math.fsum(differences)
+    count = len(differences) + 2 * added
     variance = (math.fsum(d * d for d in differences) + added) / count - (total / count) ** 2
     return total / len(differences), math.sqrt(max(0.0, variance) / count)
 

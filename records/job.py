@@ -313,7 +313,8 @@ class JobSections:
 def stable_steps(schedule: LRScheduler, training_steps: int) -> tuple[int, int]:
     """Return the first and last step whose checkpoint is after warmup and before decay."""
     total = schedule.total_steps or training_steps
-    ratio, warmup = schedule.decay_ratio, schedule.warmup_steps
+    ratio = schedule.decay_ratio
+    warmup = schedule.warmup_steps
     decay = total - warmup if ratio is None else round(total * ratio)
     return warmup + 1, min(total, total + 1 - decay)
 

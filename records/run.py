@@ -139,18 +139,20 @@ def name_wandb_run(run: Path) -> None:
 def read_wandb_id(run: Path) -> str:
     """Read wandb's id of a run folder; the first to ask draws it."""
     # its path may be that of an earlier run, or of one in another container
-    path, drawn = run / "wandb-id.txt", secrets.token_hex(8)
+    path = run / "wandb-id.txt"
+    new_id = secrets.token_hex(8)
     with (
         survive_full_disk(path),
         hold_lock(run / ".wandb-id.lock", "wandb's id is being drawn", 60),
     ):
         if not path.is_file():
-            write_atomically(path, drawn)
-    return path.read_text() if path.is_file() else drawn
+            write_atomically(path, new_id)
+    return path.read_text() if path.is_file() else new_id
 
 
 def _clean(row: JsonObject, folder: str) -> JsonObject | None:
-    step, attempt = number(row.get("step")), number(row.get("attempt"))
+    step = number(row.get("step"))
+    attempt = number(row.get("attempt"))
     if step is None:
         return None
     identity = {
@@ -162,7 +164,8 @@ def _clean(row: JsonObject, folder: str) -> JsonObject | None:
     for key in BY_SOURCE:
         by_source = row.get(key)
         figures[key] = by_source if isinstance(by_source, dict) else {}
-    wait, seconds = figures["data_s"], figures["seconds"]
+    wait = figures["data_s"]
+    seconds = figures["seconds"]
     figures["data_percent"] = 100 * wait / seconds if wait is not None and seconds else None
     layers = row.get("layer_grad_norm")
     norms = [number(norm) for norm in layers] if isinstance(layers, list) else []
@@ -247,7 +250,8 @@ def _read_place(run: Run, place: Path, name: str) -> list[Row]:
 
 def _place_record(record: Record, rows: list[Row], steps_before: float) -> None:
     """Set `x_step`, `x_tokens` and `x_time` of an event or evaluation from its step, else its time."""
-    step, time = number(record["step"]), number(record["time"])
+    step = number(record["step"])
+    time = number(record["time"])
     record |= {"x_step": None, "x_tokens": number(record["tokens_total"]), "x_time": time}
     if step is not None:
         record["x_step"] = steps_before + step

@@ -102,27 +102,28 @@ class Reading:
 
 def read_attempts(run: Path) -> list[Reading]:
     """Read what a run's attempts read; ValueError where attempts.jsonl does not say it."""
-    path, later = run / "attempts.jsonl", [entry["window"] for entry in _entries(run)]
-    if not (attempts := [each for each in read_lines(path) if "data" in each]):
+    path = run / "attempts.jsonl"
+    later = [entry["window"] for entry in _entries(run)]
+    if not (attempts := [start for start in read_lines(path) if "data" in start]):
         raise ValueError(
             f"{path} does not say what was read; give the phase's own run folder, or the lock file"
         )
     return [
         Reading(
-            **{**each["data"], "lock": Path(each["data"]["lock"])},
-            attempt=each["attempt"],
-            step=each["step"],
-            skips=SkipList([*each["skip_sequences"], *later]),
+            **{**start["data"], "lock": Path(start["data"]["lock"])},
+            attempt=start["attempt"],
+            step=start["step"],
+            skips=SkipList([*start["skip_sequences"], *later]),
         )
-        for each in attempts
+        for start in attempts
     ]
 
 
 def attempt_of(attempts: Sequence[Reading], step: int) -> Reading:
     """Return the attempt whose version of a step counts; ValueError if none is on record."""
-    for each in reversed(attempts):
-        if each.step < step:
-            return each
+    for attempt in reversed(attempts):
+        if attempt.step < step:
+            return attempt
     raise ValueError(
         f"step {step} was read before attempts.jsonl said what was read; give the lock file instead"
     )

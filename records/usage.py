@@ -41,7 +41,8 @@ def spans_of(records: Iterable[JsonObject]) -> list[Span]:
     dated = [r for r in records if None not in (number(r.get("time")), number(r.get("attempt")))]
     spans: list[Span] = []
     for record in sorted(dated, key=lambda r: r["time"]):
-        attempt, time = int(record["attempt"]), float(record["time"])
+        attempt = int(record["attempt"])
+        time = float(record["time"])
         starts = "world_size" in record
         last = spans[-1] if spans else Span(-1, time, time, over=True)
         again = starts and (last.over or last.gpus is not None)
@@ -51,19 +52,22 @@ def spans_of(records: Iterable[JsonObject]) -> list[Span]:
         elif last.over:
             continue  # what the supervisor says afterwards
         span = spans[-1]
-        span.ended, span.over = time, record.get("kind") == "supervisor_end"
+        span.ended = time
+        span.over = record.get("kind") == "supervisor_end"
         span.gpus = int(record["world_size"]) if starts else span.gpus or devices_of(record)
     return spans
 
 
 def devices_of(row: JsonObject) -> int | None:
-    whole, each = number(row.get("tokens_per_s")), number(row.get("tokens_per_s_per_device"))
-    return round(whole / each) if whole and each else None
+    whole = number(row.get("tokens_per_s"))
+    per_device = number(row.get("tokens_per_s_per_device"))
+    return round(whole / per_device) if whole and per_device else None
 
 
 def gpu_hours(spans: Sequence[Span]) -> float:
     """Sum the GPU-hours of these spans."""
-    total, gpus = 0.0, next((span.gpus for span in reversed(spans) if span.gpus), 0)
+    total = 0.0
+    gpus = next((span.gpus for span in reversed(spans) if span.gpus), 0)
     for span in reversed(spans):
         # one without a number has that of the next or else the previous one
         gpus = span.gpus or gpus
@@ -105,7 +109,9 @@ def duration(seconds: float) -> str:
 
 def usage_of(run: Run) -> Usage:
     """Sum up all phases; one without rows yet goes on at the speed of the one before."""
-    used, left, rates = 0.0, list[float | None](), list[float]()
+    used = 0.0
+    hours_left = list[float | None]()
+    rates = list[float]()
     gpus: int | None = None
     clock: float | None = None
     for phase in dict.fromkeys([*run.phases, *run.configs]):
@@ -115,15 +121,17 @@ def usage_of(run: Run) -> Usage:
         rows = [row for segment in segments for row in segment.rows]
         records = [record for record in (*run.attempts, *run.events) if record["phase"] == phase]
         used += gpu_hours(spans_of([*records, *rows]))
-        counted = run.rows_of(phase)
-        rates = list(filter(None, (row["tokens_per_s_per_device"] for row in counted))) or rates
-        gpus = next(filter(None, map(devices_of, reversed(counted))), gpus)
-        clock = counted[-1]["time"] if counted else clock
-        tokens = tokens_left(run.configs.get(phase, {}).get("training", {}), counted)
+        counting_rows = run.rows_of(phase)
+        rates = (
+            list(filter(None, (row["tokens_per_s_per_device"] for row in counting_rows))) or rates
+        )
+        gpus = next(filter(None, map(devices_of, reversed(counting_rows))), gpus)
+        clock = counting_rows[-1]["time"] if counting_rows else clock
+        tokens = tokens_left(run.configs.get(phase, {}).get("training", {}), counting_rows)
         left_s = None if tokens is None else seconds_left(rates, tokens, gpus)
         clock = None if clock is None or left_s is None else clock + left_s
-        left.append(None if left_s is None else left_s * (gpus or 0) / 3600)
-    return Usage(used, None if None in left else sum(filter(None, left)), clock)
+        hours_left.append(None if left_s is None else left_s * (gpus or 0) / 3600)
+    return Usage(used, None if None in hours_left else sum(filter(None, hours_left)), clock)
 
 
 def tokens_left(training: JsonObject, rows: Sequence[JsonObject]) -> float | None:

@@ -137,7 +137,8 @@ def _parts(folder: Path) -> Iterator[pq.ParquetFile]:
 
 def _save(url: str, requests: list[bytes], folder: Path) -> Counter[str]:
     """Save every content that comes and count the others; ValueError if nothing answers."""
-    bucket, missing = _Bucket(url), Counter[str]()
+    bucket = _Bucket(url)
+    missing = Counter[str]()
     with ThreadPoolExecutor(CONNECTIONS) as pool:
         for start in range(0, len(requests), PART_CONTENTS):
             names = requests[start : start + PART_CONTENTS]

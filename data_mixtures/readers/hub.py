@@ -48,7 +48,8 @@ class Mirror:
 
     def files(self, repo: str, revision: str, folder: str) -> list[File]:
         """Return all Parquet files below exactly this folder, by path."""
-        start, files = self.place(repo, revision), []
+        start = self.place(repo, revision)
+        files = []
         for name, info in self.system.find(start + folder, detail=True).items():
             if name.endswith(".parquet"):
                 sha256 = info["lfs"]["sha256"] if info.get("lfs") else None
@@ -72,13 +73,15 @@ class Hub(Mirror):
 
     def __init__(self) -> None:
         self.api = HfApi()
-        self.system, self.remote = HfFileSystem(endpoint=self.api.endpoint), True
+        self.system = HfFileSystem(endpoint=self.api.endpoint)
+        self.remote = True
 
     def place(self, repo: str, revision: str, path: str = "") -> str:
         return f"datasets/{repo}@{revision}/{path}"
 
     def revision(self, repo: str, revision: str) -> str:
-        where, page = f"{repo} @ {revision}", f"{self.api.endpoint}/datasets/{repo}"
+        where = f"{repo} @ {revision}"
+        page = f"{self.api.endpoint}/datasets/{repo}"
         token = (
             "the token in HF_TOKEN is not of an account that did"
             if get_token()

@@ -272,7 +272,8 @@ def _read_rows(
     name: str, field: str, dropped: Dropped, span: tuple[int, int] | None = None
 ) -> Iterator[Document]:
     """Yield the documents of JSON lines; null is an empty text."""
-    row, skipped = 0, Skipped()
+    row = 0
+    skipped = Skipped()
     place = f"{name} from byte {span[0]} on" if span and span[0] else name
     try:
         with open_input(name) as file:
@@ -376,6 +377,7 @@ def group_by_size(items: Iterable[T], size_of: Callable[[T], int], limit: int) -
         size += size_of(item)
         if size >= limit:
             yield group
-            group, size = [], 0
+            group = []
+            size = 0
     if group:
         yield group

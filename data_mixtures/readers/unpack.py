@@ -31,7 +31,8 @@ class Unreadable(Exception):
 
     def __init__(self, reason: str, fix: str = "") -> None:
         super().__init__(reason)
-        self.reason, self.fix = reason, fix
+        self.reason = reason
+        self.fix = fix
 
 
 def split_codec(name: str) -> tuple[str, str | None]:
@@ -46,7 +47,8 @@ class _Bzip2(io.RawIOBase):
     # leave behind the last; Python's own bz2 file takes a stream whose head is damaged for the end,
     # without a word
     def __init__(self, raw: BinaryIO) -> None:
-        self._raw, self._stream = raw, bz2.BZ2Decompressor()
+        self._raw = raw
+        self._stream = bz2.BZ2Decompressor()
 
     def readable(self) -> bool:
         return True

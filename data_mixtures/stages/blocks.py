@@ -61,7 +61,8 @@ class CheckedFile:
 
     def read(self, begin: int, end: int) -> memoryview:
         """Return bytes begin <= i < end."""
-        first, last = begin // BLOCK_BYTES, -(-end // BLOCK_BYTES)
+        first = begin // BLOCK_BYTES
+        last = -(-end // BLOCK_BYTES)
         data = memoryview(bytearray((last - first) * BLOCK_BYTES))
         self.read_blocks(first, last, data)
         return data[begin - first * BLOCK_BYTES : end - first * BLOCK_BYTES]
@@ -149,10 +150,12 @@ def gather(
 
 
 def _bytes_read(units: np.ndarray, begins: np.ndarray, ends: np.ndarray) -> np.ndarray:
-    # a block that an earlier document of the same file has read is not read again
+    # estimates the memory of a piece: a block that an earlier document of the same file has read
+    # is not read again
     order = np.argsort(units, kind="stable")
     unit, first, last = units[order], *_blocks(begins[order], ends[order])
-    first[1:] = np.where(unit[1:] == unit[:-1], np.maximum(first[1:], last[:-1]), first[1:])
+    same_file = unit[1:] == unit[:-1]
+    first[1:] = np.where(same_file, np.maximum(first[1:], last[:-1]), first[1:])
     read = np.empty(len(order), dtype=np.int64)
     read[order] = (last - first) * BLOCK_BYTES
     return read
@@ -164,29 +167,37 @@ def _blocks(begins: np.ndarray, ends: np.ndarray) -> tuple[np.ndarray, np.ndarra
 
 def _pieces(sizes: np.ndarray, limit: int) -> Iterator[slice]:
     """Yield slices of consecutive documents, at most `limit` bytes or one document each."""
-    ends, begin, before = np.cumsum(sizes), 0, 0
+    ends = np.cumsum(sizes)
+    begin = 0
+    before = 0
     while begin < len(sizes):
         end = max(int(np.searchsorted(ends, before + limit, side="right")), begin + 1)
         yield slice(begin, end)
-        begin, before = end, int(ends[end - 1])
+        begin = end
+        before = int(ends[end - 1])
 
 
 def _in_order(
     files: Sequence[CheckedFile], units: np.ndarray, begins: np.ndarray, ends: np.ndarray
 ) -> Iterator[np.ndarray]:
     order = np.argsort(units, kind="stable")
-    unit, begin, end = units[order], begins[order], ends[order]
+    unit = units[order]
+    begin = begins[order]
+    end = ends[order]
     first, last = _blocks(begin, end)
     # documents whose blocks follow each other are read together
-    new = np.append(True, (unit[1:] != unit[:-1]) | (first[1:] > last[:-1]))
+    other_file = unit[1:] != unit[:-1]
+    new = np.append(True, other_file | (first[1:] > last[:-1]))
     reads = np.flatnonzero(new)
-    firsts, lasts = first[reads], last[np.append(reads[1:], len(new)) - 1]
+    firsts = first[reads]
+    lasts = last[np.append(reads[1:], len(new)) - 1]
     places = BLOCK_BYTES * np.append(0, np.cumsum(lasts - firsts))
     buffer = _buffer(max(READ_BYTES + (len(files) + 1) * BLOCK_BYTES, int(places[-1])))
-    for number, *read, at, until in zip(
+    for number, begin_block, end_block, at, until in zip(
         unit[reads], firsts, lasts, places[:-1], places[1:], strict=True
     ):
-        files[number].read_blocks(int(read[0]), int(read[1]), buffer[at:until].data)
+        files[number].read_blocks(int(begin_block), int(end_block), buffer[at:until].data)
+    # bytes by which a document lies further on in the buffer than in its file
     shift = (places[:-1] - BLOCK_BYTES * firsts)[np.cumsum(new) - 1]
     # document k is value 2 k, what lies behind it 2 k + 1
     offsets = np.stack([begin + shift, end + shift], axis=1).ravel()

@@ -37,7 +37,9 @@ class _Texts(Grouped):
 
     def texts(self, unit: Unit, held_out: bool) -> Iterator[tuple[np.ndarray, list[str]]]:
         """Yield numbers and texts of the group's held-out documents, or of all others."""
-        below, first = shards.find_held_out_limit(self.recipe.valid_per_10000_of(unit.source)), 0
+        # a document's number is its row in all units of the group, near copies included
+        below = shards.find_held_out_limit(self.recipe.valid_per_10000_of(unit.source))
+        first = 0
         for member, receipt in self.members(unit):
             # near copies are left out before
             near = documents.near_copies(self.recipe, self.out, member)
@@ -65,12 +67,14 @@ class HeldOut(_Texts):
         return stage.key_of(self.name, self.decides(unit))
 
     def work(self, unit: Unit, folder: Path) -> Json:
-        parts, count = [np.empty(0, _GRAM)], 0
+        parts = [np.empty(0, _GRAM)]
+        count = 0
         for numbers, texts in self.texts(unit, held_out=True):
             heads, grams, passages = ngrams.passage_grams(texts)
             chosen = _smallest(passages, grams)
             rows = np.zeros(len(chosen), _GRAM)
-            rows["head"], rows["gram"] = heads[chosen], grams[chosen]
+            rows["head"] = heads[chosen]
+            rows["gram"] = grams[chosen]
             rows["document"] = numbers[passages[chosen]]
             parts.append(rows)
             count += len(texts)
@@ -83,8 +87,8 @@ def _smallest(passages: np.ndarray, grams: np.ndarray) -> np.ndarray:
     """Return the places of each passage's MOST_GRAMS smallest distinct grams."""
     # the runs with the smallest hashes are a fair sample of many
     order = np.lexsort((grams, passages))
-    same = (np.diff(passages[order]) == 0) & (np.diff(grams[order]) == 0)
-    order = order[np.append(True, ~same)[: len(order)]]
+    changes = (np.diff(passages[order]) != 0) | (np.diff(grams[order]) != 0)
+    order = order[np.append(True, changes)[: len(order)]]
     begins = np.searchsorted(passages[order], passages[order])
     return order[np.arange(len(order)) - begins < MOST_GRAMS]
 
@@ -147,20 +151,19 @@ class Contained(Grouped):
 
     def work(self, unit: Unit, folder: Path) -> Json:
         index, numbers = _index(self)
-        first, passages = index.first, index.passages
+        first = index.first
+        passages = index.passages
         bits = np.zeros(-(-len(first[1:]) // 8), np.uint8)
         groups = [group for group, _, _ in of_all(self, SCAN)]
         for group in groups:
             bits |= np.load(stage.check_file(self.out, SCAN, group, FOUND))
         in_training = np.unpackbits(bits, count=len(first) - 1).astype(bool)
         trained_passages = passages[np.repeat(in_training, np.diff(first))]
-        runs, of_training = (
-            np.bincount(each, minlength=len(numbers)) for each in (passages, trained_passages)
-        )
+        runs = np.bincount(passages, minlength=len(numbers))
+        trained_runs = np.bincount(trained_passages, minlength=len(numbers))
         # validation loses the document, training keeps its text: a held-out file that is only a
         # licence would else remove every file with that licence from training
-        contained = numbers[of_training >= self.recipe.dedup.contained_share * runs]
-        documents.write_rows(
-            folder, [each for group in groups for each in self.members(group)], contained
-        )
+        contained = numbers[trained_runs >= self.recipe.dedup.contained_share * runs]
+        members = [member for group in groups for member in self.members(group)]
+        documents.write_rows(folder, members, contained)
         return {"held_out": len(numbers), "contained": len(contained)}

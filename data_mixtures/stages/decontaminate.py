@@ -88,9 +88,8 @@ def make_index(benchmarks: Mapping[str, str], out: Path) -> None:
     index, owners = build(chain.from_iterable(items.values()))
     searchable = np.unique(owners[index.needed > 0])
     ends = np.cumsum([len(of) for of in items.values()])
-    inside = np.bincount(
-        np.searchsorted(ends, searchable, side="right"), minlength=len(items)
-    ).tolist()
+    owners_of_searchable = np.searchsorted(ends, searchable, side="right")
+    inside = np.bincount(owners_of_searchable, minlength=len(items)).tolist()
     counts = zip(items, inside, strict=True)
     described = [
         asdict(Benchmark(name, len(items[name]), count, hashes[name])) for name, count in counts

@@ -42,20 +42,19 @@ class Signatures(Grouped):
         return stage.key_of(self.name, settings, packages, held_out, self.files(unit))
 
     def work(self, unit: Unit, folder: Path) -> Json:
-        sign, lows = signer(self.recipe.dedup), list[int]()
+        sign = signer(self.recipe.dedup)
+        lows = list[int]()
         hashes = [np.empty(0, np.uint64)]
         for member, _ in self.members(unit):
-            for ids, texts, _ in documents.read_documents(
-                stage.check_file(self.out, "filter", member, DOCUMENTS)
-            ):
+            path = stage.check_file(self.out, "filter", member, DOCUMENTS)
+            for ids, texts, _ in documents.read_documents(path):
                 new = [int.from_bytes(identity[8:], "big") for identity in ids]
                 hashes += map(sign, map(bytes.decode, texts), new)
                 lows += new
         rows = np.zeros(len(lows) * self.recipe.dedup.buckets, _BAND)
         rows["hash"] = np.concatenate(hashes)
-        held_out = np.array(lows, np.uint64) < shards.find_held_out_limit(
-            self.recipe.valid_per_10000_of(unit.source)
-        )
+        limit = shards.find_held_out_limit(self.recipe.valid_per_10000_of(unit.source))
+        held_out = np.array(lows, np.uint64) < limit
         for name, values in (("row", np.arange(len(lows))), ("held_out", held_out)):
             rows[name] = np.repeat(values, self.recipe.dedup.buckets)
         rows = rows[np.argsort(rows["hash"], kind="stable")]
@@ -120,7 +119,8 @@ class Bands(Stage):
 
     def work(self, unit: Unit, folder: Path) -> Json:
         low, high = ((unit.number + i) * 2**64 // self.ranges() for i in (0, 1))
-        hashes, ranks = [np.empty(0, np.uint64)], [np.empty(0, np.uint64)]
+        hashes = [np.empty(0, np.uint64)]
+        ranks = [np.empty(0, np.uint64)]
         for group, _, first in of_all(self, SIGNATURES):
             with blocks.open_files(self.out, SIGNATURES, [group], SORTED) as (file,):
                 rows = file.read_rows("hash", low, high)
@@ -138,7 +138,8 @@ class Bands(Stage):
 def not_first(hashes: np.ndarray, ranks: np.ndarray) -> np.ndarray:
     """Return the ranks that share a hash with a lower rank, once per such hash."""
     order = np.lexsort((ranks, hashes))
-    hashes, ranks = hashes[order], ranks[order]
+    hashes = hashes[order]
+    ranks = ranks[order]
     new = np.append(True, hashes[1:] != hashes[:-1])[: len(hashes)]
     return ranks[ranks != ranks[new][np.cumsum(new) - 1]]
 

@@ -65,10 +65,11 @@ class Grouped(Stage):
 def of_all(work: Stage, stage_name: str) -> Iterator[tuple[Unit, Json, int]]:
     """Yield (group, receipt, number of its first document) of all sources in order."""
     first = 0
-    for source in (item.name for item in work.recipe.sources):
-        receipts = stage.receipts(work.out, stage_name, source, groups(work.out, source))
+    for source in work.recipe.sources:
+        count = groups(work.out, source.name)
+        receipts = stage.receipts(work.out, stage_name, source.name, count)
         for number, receipt in enumerate(receipts):
-            yield Unit(source, number), receipt, first
+            yield Unit(source.name, number), receipt, first
             first += receipt["counts"]["documents"]
 
 
@@ -138,10 +139,12 @@ def read_remaining(recipe: Recipe, out: Path, unit: Unit) -> Iterator[Documents]
 def read_documents(path: Path, without: Any = ()) -> Iterator[Documents]:
     """Read documents.parquet in batches, except for the rows `without`."""
     with pq.ParquetFile(path, memory_map=True) as parquet:
-        stays, first = np.ones(parquet.metadata.num_rows, bool), 0
+        stays = np.ones(parquet.metadata.num_rows, bool)
+        first = 0
         stays[np.asarray(without, np.int64)] = False
         for batch in parquet.iter_batches(_BATCH_ROWS):
-            here, first = stays[first : first + batch.num_rows], first + batch.num_rows
+            here = stays[first : first + batch.num_rows]
+            first = first + batch.num_rows
             batch = batch if here.all() else batch.filter(pa.array(here))
             ids, texts, origins = (
                 batch.column(name).cast(pa.binary()).to_pylist() for name in COLUMNS

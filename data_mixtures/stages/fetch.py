@@ -65,7 +65,8 @@ class Fetch(Stage):
         return {name: local.portable(name, roots) for name, _, _ in entry["files"]}
 
     def work(self, unit: Unit, folder: Path) -> Json:
-        entry, target = stage.find_unit_plan(self.out, unit), folder / RAW
+        entry = stage.find_unit_plan(self.out, unit)
+        target = folder / RAW
         if entry["kind"] == "resolved":
             return self._fetch_contents(unit, entry, target)
         if entry["kind"] == "local":
@@ -87,7 +88,9 @@ class Fetch(Stage):
         )
 
     def _download(self, planned: Json, entry: Json, target: Path) -> Json:
-        origin, repo, revision = hub.origin(self.mirror), planned["repo"], planned["revision"]
+        origin = hub.origin(self.mirror)
+        repo = planned["repo"]
+        revision = planned["revision"]
         where = f"{repo}/{entry['path']}"
 
         def download() -> Json:
@@ -136,7 +139,8 @@ class Fetch(Stage):
         free = shutil.disk_usage(self.out).free
         if store.of(self.out) is None and needed_bytes - linked_bytes > free:
             raise ValueError(
-                f"{needed_bytes - linked_bytes:,} bytes are to be fetched, but {self.out} has {free:,} bytes of free disk"
+                f"{needed_bytes - linked_bytes:,} bytes are to be fetched, but {self.out} has {free:,} "
+                "bytes of free disk"
             )
 
 
@@ -163,7 +167,8 @@ def _copy(entry: Json, target: Path) -> Json:
 
 def _copy_groups(entry: Json, target: Path) -> Json:
     """Copy row groups of a Parquet file: text and columns of the origin."""
-    name, rows = entry["file"][0], 0
+    name = entry["file"][0]
+    rows = 0
     local.check_unchanged([entry["file"]])
     with (
         _complete(name),
@@ -203,7 +208,8 @@ def check(path: Path, entry: Json, where: str) -> Json:
     if entry["sha256"] is not None and (sha256 := file_sha256(path)) != entry["sha256"]:
         raise Damaged(f"{where} came with sha256 {sha256}, the plan says {entry['sha256']}")
     with _complete(where), pyarrow.parquet.ParquetFile(path) as parquet:
-        schema, rows = parquet.schema_arrow, parquet.metadata.num_rows
+        schema = parquet.schema_arrow
+        rows = parquet.metadata.num_rows
     plan.text_column(schema, (entry["text_column"],), where)
     return {"documents": rows, "bytes": size}
 
@@ -254,7 +260,9 @@ def _read_local(entry: Json, target: Path, names: Mapping[str, str]) -> Json:
 
 def _write(entry: Json, names: Mapping[str, str], target: Path, dropped: local.Dropped) -> Json:
     span = tuple(entry["range"]) if "range" in entry else None
-    documents, size, rows = 0, 0, local.documents(Input(**entry["input"]), names, dropped, span)
+    documents = 0
+    size = 0
+    rows = local.documents(Input(**entry["input"]), names, dropped, span)
     with pyarrow.parquet.ParquetWriter(target, TEXT_SCHEMA, compression="zstd") as writer:
         for group in local.group_by_size(rows, lambda document: len(document[0]), ROW_GROUP_BYTES):
             texts = [text for text, *_ in group]
@@ -267,7 +275,8 @@ def _write(entry: Json, names: Mapping[str, str], target: Path, dropped: local.D
 
 def sum_lost_files(fetched: Iterable[Json]) -> Json:
     """Return {"files": {name: bytes}, "share" of all bytes} of the files lost as a whole."""
-    files, read = Counter[str](), 0
+    files = Counter[str]()
+    read = 0
     for counts in fetched:
         files.update(counts.get("lost_files", {}))
         read += counts.get("file_bytes", 0)
@@ -291,8 +300,10 @@ def check_dropped(
 ) -> None:
     """Raise ValueError for a source that lost more than max_dropped_share."""
     for source in sources:
-        fetched, entries = stage.counts(out, "fetch", source), stage.find_plan(out, source)["units"]
-        losses, examples = Counter[str](), dict[str, str]()
+        fetched = stage.counts(out, "fetch", source)
+        entries = stage.find_plan(out, source)["units"]
+        losses = Counter[str]()
+        examples = dict[str, str]()
         for name in stages:
             for entry, counts in zip(entries, stage.counts(out, name, source), strict=True):
                 place = entry.get("path", str(Unit(source, entry["number"])))
@@ -316,8 +327,8 @@ def check_dropped(
             )
             raise ValueError(
                 f"source {source!r}: {share:.1%} could not be read ({losses.total():,} of {read:,} documents, "
-                f"{lost_bytes:,} of {size:,} bytes of files): {why}. Repair or exclude them, or raise max_dropped_share = "
-                f"{recipe.max_dropped_share} in the recipe"
+                f"{lost_bytes:,} of {size:,} bytes of files): {why}. Repair or exclude them, or raise "
+                f"max_dropped_share = {recipe.max_dropped_share} in the recipe"
             )
 
 
@@ -328,8 +339,8 @@ def check_enough(recipe: Recipe, out: Path, sources: tuple[str, ...]) -> None:
         total = sum(count["bytes"] for count in counts)
         if isinstance(source, LocalSource) and total < source.min_bytes:
             raise ValueError(
-                f"source {source.name!r} has {total} bytes of text, it needs at least min_bytes = {source.min_bytes}; add "
-                "paths with such text to its inputs, or lower min_bytes"
+                f"source {source.name!r} has {total} bytes of text, it needs at least min_bytes = "
+                f"{source.min_bytes}; add paths with such text to its inputs, or lower min_bytes"
             )
         if isinstance(source, HubSource) and not sum(count["documents"] for count in counts):
             raise ValueError(

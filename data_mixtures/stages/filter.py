@@ -44,7 +44,8 @@ class Filter(Stage):
     def key(self, unit: Unit) -> str:
         entry = stage.find_unit_plan(self.out, unit)
         files = stage.receipt_of(self.out, "fetch", unit)["files"]
-        recipe, keep = self.recipe, self.recipe.source(unit.source).keep
+        recipe = self.recipe
+        keep = self.recipe.source(unit.source).keep
         limits = [recipe.filter.min_chars, recipe.filter.max_chars, recipe.max_document_chars]
         part = [keep, recipe.seed] if keep < 1 else []
         index = decontaminate.identity(self.out, recipe.filter.benchmarks)
@@ -68,15 +69,12 @@ class Filter(Stage):
         if not entry.get("range", [0])[0]:
             return entry.get("first_row", 0)
         units = stage.find_plan(self.out, unit.source)["units"][: unit.number]
-        same = [
-            unit_plan["number"]
-            for unit_plan in units
-            if "range" in unit_plan and unit_plan["files"] == entry["files"]
-        ]
-        return sum(
-            stage.receipt_of(self.out, "fetch", Unit(unit.source, n))["counts"]["lines"]
-            for n in same
-        )
+        lines = 0
+        for earlier in units:
+            if "range" in earlier and earlier["files"] == entry["files"]:
+                part = Unit(unit.source, earlier["number"])
+                lines += stage.receipt_of(self.out, "fetch", part)["counts"]["lines"]
+        return lines
 
 
 def _text_column(entry: Json) -> str:
@@ -109,12 +107,15 @@ class DocumentFilter:
         keep: float = 1.0,
         steps: Sequence[Step] = (),
     ) -> None:
-        self.recipe, self.limits = recipe, recipe.filter
-        self.index, self.below = index, keep * 2**64
+        self.recipe = recipe
+        self.limits = recipe.filter
+        self.index = index
+        self.below = keep * 2**64
         # steps up to the last one that changes text run before not_kept, which is judged by the
         # final text
         changing = max((place + 1 for place, step in enumerate(steps) if step.changes), default=0)
-        self.before, self.after = steps[:changing], steps[changing:]
+        self.before = steps[:changing]
+        self.after = steps[changing:]
         self._read = self._cut = self._kept = self._bytes = self._nuls = 0
         self._dropped = Counter(dict.fromkeys(REASONS, 0))
         self._contamination: dict[str, Json] = {}
@@ -161,7 +162,8 @@ class DocumentFilter:
     def _through(self, steps: Sequence[Step], documents: list[Document]) -> list[Document]:
         remaining = []
         for document in documents if steps else ():
-            text, reason = document.text, None
+            text = document.text
+            reason = None
             for step in steps:
                 text, reason = step(text)
                 if reason is not None:

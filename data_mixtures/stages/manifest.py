@@ -70,7 +70,8 @@ def check_pinned(recipe: Recipe, out: Path, sources: tuple[str, ...]) -> None:
             for name, pin in _pins(out, source).items()
             if pin == published.get("content_sha256")
         ]
-        now, then = _decides(recipe, out, source), published.get("recipe", {})
+        now = _decides(recipe, out, source)
+        then = published.get("recipe", {})
         other = [key for key in then if now.get(key, then[key]) != then[key]]
         if locks and other:
             differ = "; ".join(f"{key} = {then[key]!r}, now {now[key]!r}" for key in other)
@@ -123,7 +124,8 @@ def _pins(out: Path, source: str) -> dict[str, str]:
 
 
 def _refuse_other_data(out: Path, source: str, description: Json) -> None:
-    published, new = _manifest(out / source), shards.content_sha256(description)
+    published = _manifest(out / source)
+    new = shards.content_sha256(description)
     pins = _pins(out, source).items()
     if locks := [
         name for name, pin in pins if pin != new and pin == published.get("content_sha256", pin)
@@ -172,7 +174,8 @@ def _publish(recipe: Recipe, out: Path, source: str, replace: bool) -> str:
 
 
 def _is_copy(link: Path, path: Path) -> bool:
-    ours, theirs = link.stat(), path.stat() if path.exists() else link.stat()
+    ours = link.stat()
+    theirs = path.stat() if path.exists() else link.stat()
     return (ours.st_size, ours.st_mtime_ns) == (theirs.st_size, theirs.st_mtime_ns)
 
 
@@ -184,7 +187,9 @@ def _publish_there(
     written: tuple[Json, ...],
     replace: bool,
 ) -> str:
-    final, sizes, names = out / source, there.sizes(out / source), {shards.MANIFEST}
+    final = out / source
+    sizes = there.sizes(out / source)
+    names = {shards.MANIFEST}
     unpublished = dict[Unit, Json]()
     for unit, receipt in (
         (Unit(source, number), receipt) for number, receipt in enumerate(written)
@@ -315,7 +320,8 @@ def _count_unused(recipe: Recipe, out: Path, source: str, train: list[Json], val
     """
     if recipe.packing != mixture.PACKING:
         return {"train_tokens": 0, "padding": sum(entry["padding"] for entry in (*train, valid))}
-    unused, ordered = dict[str, int](), _read_order_counts(out, source)
+    unused = dict[str, int]()
+    ordered = _read_order_counts(out, source)
     for part, files in (("train", train), ("valid", [valid])):
         windows = sum(entry["windows"] for entry in files)
         tokens = sum(each[part]["tokens"] for each in ordered)
@@ -327,7 +333,8 @@ def _count_unused(recipe: Recipe, out: Path, source: str, train: list[Json], val
 
 def _contamination(out: Path, source: str) -> Json:
     """Return {benchmark: {"documents": dropped for it, "items": how many of its items they held}}."""
-    documents, items = Counter[str](), dict[str, set[str]]()
+    documents = Counter[str]()
+    items = dict[str, set[str]]()
     for counts in stage.counts(out, "filter", source):
         for benchmark, entry in counts["contamination"].items():
             documents[benchmark] += entry["documents"]

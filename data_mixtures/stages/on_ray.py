@@ -33,7 +33,8 @@ def outcomes(stage: Stage, units: list[Unit], workers: int) -> Generator[Json | 
     # Ray repeats the units of a lost node or killed worker; a second run writes the same bytes
     work = ray.remote(num_cpus=1, max_retries=RETRIES)(attempt)
     place = store.place(stage.out)
-    waiting, running = list(reversed(units)), dict[Any, Unit]()
+    waiting = list(reversed(units))
+    running = dict[Any, Unit]()
     try:
         while waiting or running:
             limit = workers or 2 * int(ray.cluster_resources().get("CPU", 1))

@@ -130,7 +130,8 @@ def _plan(context: RunContext) -> None:
     for sentence in plan.describe_shared_files(planned):
         context.console.print(f"note: {sentence}", style="yellow", soft_wrap=True, markup=False)
     if context.tables:
-        terms, rows = ("revision", "gate", "licence"), []
+        terms = ("revision", "gate", "licence")
+        rows = []
         for name, source_plan in plans.items():
             size = sum(map(plan.size_of, source_plan["units"]))
             rows.append(

@@ -162,7 +162,8 @@ def _row_groups(name: str, size: int) -> list[Json]:
     except (pyarrow.ArrowInvalid, FileNotFoundError, PermissionError):
         # `fetch` says what is wrong with it
         return [{}]
-    parts, first = list[Json](), 0
+    parts = list[Json]()
+    first = 0
     groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
     for numbers in local.group_by_size(
         range(len(groups)), lambda n: groups[n].total_byte_size, UNIT_BYTES
@@ -224,7 +225,8 @@ def _plan_each(sources: Iterable[S], ask: Callable[[S], Json]) -> dict[str, Json
 
 
 def _ask_each(items: Mapping[str, T], ask: Callable[[T], R], problem: str) -> dict[str, R]:
-    answers, refused = {}, []
+    answers = {}
+    refused = []
     for name, item in items.items():
         try:
             answers[name] = ask(item)

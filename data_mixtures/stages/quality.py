@@ -143,12 +143,11 @@ def _with_model(name: str, step_class: Any, arguments: Json) -> Any:
 
     model = _FastText(str(path))
     if name == "fasttext":
-        step._model, labels = (
-            model,
-            [label for label, _ in step.keep_labels or step.remove_labels or ()],
-        )
+        step._model = model
+        labels = [label for label, _ in step.keep_labels or step.remove_labels or ()]
     else:
-        step.model._model, labels = model, step.languages or []
+        step.model._model = model
+        labels = step.languages or []
     check_known(
         f"label of {path}", labels, [label.removeprefix("__label__") for label in model.labels]
     )

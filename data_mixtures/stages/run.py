@@ -73,7 +73,8 @@ def _in_parallel(
     (logs / "workers").mkdir(parents=True)
     # forking a process whose progress bar runs in a thread can deadlock the child
     context = multiprocessing.get_context("forkserver")
-    others, family = set(multiprocessing.active_children()), set[Any]()
+    others = set(multiprocessing.active_children())
+    family = set[Any]()
     with ProcessPoolExecutor(workers, context, _begin, (logs,)) as pool:
         try:
             futures = [pool.submit(_work, stage, unit, place, logs) for unit in units]
@@ -83,11 +84,8 @@ def _in_parallel(
         except BrokenProcessPool as broken:
             pool.shutdown()  # it ends the other workers, with SIGTERM
             killed = [worker for worker in family if worker.exitcode not in (0, -signal.SIGTERM)]
-            at = sorted(
-                filter(
-                    None, ((logs / "workers" / str(worker.pid)).read_text() for worker in killed)
-                )
-            )
+            claims = [(logs / "workers" / str(worker.pid)).read_text() for worker in killed]
+            at = sorted(filter(None, claims))
             status = ", ".join(str(worker.exitcode) for worker in killed)
             raise ValueError(
                 f"{stage.name}: the worker at {', '.join(at) or 'no unit'} was killed (exit status {status}; -9 is "
@@ -135,12 +133,11 @@ def run_units(stage: Stage, options: Options, console: Console) -> dict[Unit, Js
         *columns, console=console, transient=True, disable=not console.is_terminal
     ) as bar:
         task = bar.add_task(stage.name, total=len(units), completed=finished_before)
-        _run(
-            stage,
-            todo,
-            options,
-            lambda finished: bar.update(task, completed=finished_before + finished),
-        )
+
+        def tell(finished: int) -> None:
+            bar.update(task, completed=finished_before + finished)
+
+        _run(stage, todo, options, tell)
     _read_receipts(stage, units)
     for unit in todo:
         assert is_done(stage, unit), (

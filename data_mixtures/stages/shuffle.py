@@ -47,23 +47,20 @@ class OrderDocuments(Stage):
         indexes = [
             receipt["files"][INDEX] for receipt in sorted_runs.receipts(self.out, unit.source)
         ]
-        return stage.key_of(
-            self.name, unit.number, self.recipe.valid_per_10000_of(unit.source), indexes
-        )
+        held_out = self.recipe.valid_per_10000_of(unit.source)
+        return stage.key_of(self.name, unit.number, held_out, indexes)
 
     def work(self, unit: Unit, folder: Path) -> Json:
         # a range of keys is one slice of every run; the source's order is the merge of such slices
         low, high = ranges_of(self.out, unit.source)[unit.number]
         # merges the indexes only, no tokens
-        with blocks.open_files(
-            self.out, *sorted_runs.find_units(self.out, unit.source), INDEX
-        ) as files:
+        runs = sorted_runs.find_units(self.out, unit.source)
+        with blocks.open_files(self.out, *runs, INDEX) as files:
             parts = sorted_runs.read_slices(files, low, high)
         documents = sorted_runs.drop_duplicates(sorted_runs.in_order(parts))
         read = sum(map(len, parts))
-        held_out = documents["low"] < np.uint64(
-            shards.find_held_out_limit(self.recipe.valid_per_10000_of(unit.source))
-        )
+        limit = shards.find_held_out_limit(self.recipe.valid_per_10000_of(unit.source))
+        held_out = documents["low"] < np.uint64(limit)
         counts: Json = {"documents": read, "duplicate": read - len(documents)}
         for name, part in (("train", documents[~held_out]), ("valid", documents[held_out])):
             shards.save_array(folder / f"{name}.npy", with_columns(part, _PLACED))
@@ -130,15 +127,15 @@ class WriteShards(Stage):
             return {**entry, "documents": self._count(unit.source, part, "documents")}
         if not entry["windows"]:  # no document begins in this part of the stream
             return entry
-        with blocks.open_files(
-            self.out, *sorted_runs.find_units(self.out, unit.source), ORIGINS
-        ) as files:
+        runs = sorted_runs.find_units(self.out, unit.source)
+        with blocks.open_files(self.out, *runs, ORIGINS) as files:
             where = index["unit"], index["origin"], index["origin_bytes"]
             origins = blocks.gather(files, *where, np.dtype("u1"))
             if order is not None:
                 offsets = np.append(0, np.cumsum(index["origin_bytes"], dtype=np.int64))
                 whole = np.concatenate([np.empty(0, np.uint8), *origins])
-                index, origins = index[order], blocks.take_values(offsets, whole, order)
+                index = index[order]
+                origins = blocks.take_values(offsets, whole, order)
             columns = [index[column] for column in ("low", "length", "origin_bytes")]
             docs = shards.write_documents(path.with_suffix(".docs.zst"), columns, origins)
         return {**entry, "docs": docs}
@@ -147,11 +144,13 @@ class WriteShards(Stage):
         self, unit: Unit, part: str, path: Path
     ) -> tuple[Json, np.ndarray, None]:
         """Write windows of the source's stream; return the entry and the documents that begin there."""
-        windows, seq_len = self._windows(unit.source, part), self.recipe.seq_len
+        windows = self._windows(unit.source, part)
+        seq_len = self.recipe.seq_len
         before = unit.number * self.recipe.windows_per_shard if part == "train" else 0
         if part == "train":
             windows = min(windows - before, self.recipe.windows_per_shard)
-        first, last = before * seq_len, (before + windows) * seq_len
+        first = before * seq_len
+        last = (before + windows) * seq_len
         begins: list[np.ndarray] = [np.empty(0, _LOCATED)]
         # the last token is the next shard's first as well
         pieces = self._tokens(unit.source, part, first, last + bool(windows), begins)
@@ -167,13 +166,17 @@ class WriteShards(Stage):
         Returns:
             The file's entry, the documents, and their order in the file.
         """
-        seq_len, first, last = self.recipe.seq_len, 0, self._count(unit.source, part, "tokens")
+        seq_len = self.recipe.seq_len
+        first = 0
+        last = self._count(unit.source, part, "tokens")
         if part == "train":
             size = self.recipe.windows_per_shard * seq_len
-            first, last = unit.number * size, min((unit.number + 1) * size, last)
+            first = unit.number * size
+            last = min((unit.number + 1) * size, last)
         begins: list[np.ndarray] = [np.empty(0, _LOCATED)]
         pieces = list(self._tokens(unit.source, part, first, last, begins, whole=True))
-        index, dtype = np.concatenate(begins), sorted_runs.dtype_of(self.out, unit.source)
+        index = np.concatenate(begins)
+        dtype = sorted_runs.dtype_of(self.out, unit.source)
         stream = np.concatenate([np.empty(0, dtype), *pieces])
         packed = packing.best_fit(stream, index["length"], index["low"], seq_len, self.recipe.seed)
         if part == "train" and not len(index):
@@ -196,10 +199,10 @@ class WriteShards(Stage):
         Args:
             whole: yield all tokens of the documents that begin there instead.
         """
-        at, dtype = 0, sorted_runs.dtype_of(self.out, source)
-        with blocks.open_files(
-            self.out, *sorted_runs.find_units(self.out, source), TOKENS
-        ) as files:
+        at = 0
+        dtype = sorted_runs.dtype_of(self.out, source)
+        runs = sorted_runs.find_units(self.out, source)
+        with blocks.open_files(self.out, *runs, TOKENS) as files:
             for number, receipt in enumerate(self._orders(source)):
                 if at >= last:
                     return
@@ -208,9 +211,12 @@ class WriteShards(Stage):
                     rows = stage.check_file(self.out, ORDER, Unit(source, number), f"{part}.npy")
                     documents = _place_documents(np.load(rows, mmap_mode="r"), at, first, last)
                     begins.append(documents[documents["at"] >= first])
-                    skip, until = np.maximum(first - documents["at"], 0), last - documents["at"]
+                    skip = np.maximum(first - documents["at"], 0)
+                    until = last - documents["at"]
                     if whole:
-                        documents, skip, until = begins[-1], 0, begins[-1]["length"]
+                        documents = begins[-1]
+                        skip = 0
+                        until = begins[-1]["length"]
                     lengths = np.minimum(documents["length"], until) - skip
                     starts = documents["start"].astype(np.int64) + skip
                     # slices are read in large pieces; memory does not grow with the source or the

@@ -32,7 +32,8 @@ def groups(out: Path, source: str) -> list[list[Unit]]:
 
 
 def find_units(out: Path, source: str) -> tuple[str, list[Unit]]:
-    units, count = stage.list_units(out, source), len(groups(out, source))
+    units = stage.list_units(out, source)
+    count = len(groups(out, source))
     # every shard reads a slice of each run, so files are opened (runs x shards) times: with units
     # as runs, the square of a source's size. Hence more than RUNS units are merged first
     if count == len(units):
@@ -149,5 +150,5 @@ def in_order(parts: Iterable[np.ndarray]) -> np.ndarray:
 
 def drop_duplicates(documents: np.ndarray) -> np.ndarray:
     """Keep the first of consecutive documents that have the same 128-bit id."""
-    new = (np.diff(documents["low"]) != 0) | (np.diff(documents["high"]) != 0)
-    return documents[np.append(True, new)[: len(documents)]]
+    changes = (np.diff(documents["low"]) != 0) | (np.diff(documents["high"]) != 0)
+    return documents[np.append(True, changes)[: len(documents)]]

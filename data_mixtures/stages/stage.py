@@ -213,7 +213,8 @@ def counts(out: Path, stage: str, source: str, count: int | None = None) -> list
 
 def result(out: Path, stage: str, unit: Unit) -> tuple[Path, Json]:
     """Return folder and receipt of a finished unit; ValueError if it is unfinished or freed."""
-    receipt, folder = receipt_of(out, stage, unit), unit_folder(out, stage, unit)
+    receipt = receipt_of(out, stage, unit)
+    folder = unit_folder(out, stage, unit)
     if receipt.get("freed"):
         raise ValueError(
             f"{folder} was freed, and is needed again; remove it (or all of {folder.parent}) and run {stage!r} again"
@@ -232,7 +233,8 @@ def check_file(out: Path, stage: str, unit: Unit, name: str) -> Path:
         ValueError: they differ; the unit then counts as not done.
     """
     folder, receipt = result(out, stage, unit)
-    path, expected = folder / name, receipt["files"][name]
+    path = folder / name
+    expected = receipt["files"][name]
     if there := store.of(out):
         there.pull(path)
     entry = _entry(path) if path.is_file() else {"bytes": 0, "xxh3": "none"}
@@ -276,7 +278,8 @@ def is_done(stage: Stage, unit: Unit) -> bool:
 
 def free(out: Path, stage: str, unit: Unit) -> int:
     """Delete a finished unit's files except JSON; return the bytes freed."""
-    receipt, folder = receipt_of(out, stage, unit), unit_folder(out, stage, unit)
+    receipt = receipt_of(out, stage, unit)
+    folder = unit_folder(out, stage, unit)
     # the receipt first: after a kill in between, no receipt lists a file that is gone
     shards.write_json(folder / RECEIPT, {**receipt, "freed": True})
     files = receipt["files"].items()

@@ -81,22 +81,28 @@ def _phases(out: Path) -> Json:
 
 def sizes_and_lengths(manifests: Mapping[str, Json]) -> tuple[Table, Table]:
     """Return tables of what sources hold, and of document lengths, cuts and unused tokens."""
-    sizes, lengths = [], []
-    for name, m in manifests.items():
-        counts = m["documents"], sum(m["dropped"].values()), m["tokens"], m["bytes"]
-        per_token = f"{m['bytes'] / max(m['tokens'], 1):.2f}"
-        sizes.append([name, *counts, per_token, m["windows"], m["valid"]["windows"]])
-        unused = m["unused"]["train_tokens"], m["unused"].get("padding", 0)
-        lengths.append(
-            [name, m["tokens"] // max(m["documents"], 1), m["longest"], m["cut"], *unused]
-        )
+    sizes = []
+    lengths = []
+    for name, manifest in manifests.items():
+        documents = manifest["documents"]
+        tokens = manifest["tokens"]
+        size = manifest["bytes"]
+        dropped = sum(manifest["dropped"].values())
+        windows = manifest["windows"], manifest["valid"]["windows"]
+        per_token = f"{size / max(tokens, 1):.2f}"
+        sizes.append([name, documents, dropped, tokens, size, per_token, *windows])
+        mean = tokens // max(documents, 1)
+        unused = manifest["unused"]
+        waste = unused["train_tokens"], unused.get("padding", 0)
+        lengths.append([name, mean, manifest["longest"], manifest["cut"], *waste])
     head = ("source", "docs", "dropped", "tokens", "bytes", "B/tok", "windows", "valid")
     columns = ("source", "mean", "longest", "cuts", "unused tokens", "padding")
     return figures("Sources", head, sizes), figures("tokens of a document", columns, lengths)
 
 
 def _shares_table(stats: Json) -> Table:
-    sources, phases = stats["sources"], stats["phases"]
+    sources = stats["sources"]
+    phases = stats["phases"]
     total = sum(each["tokens"] for each in sources.values())
     rows = []
     for name, each in sources.items():
@@ -122,7 +128,8 @@ def _make_dropped_table(sources: Json) -> Table:
 def _make_shared_table(stats: Json) -> Table:
     rows = []
     for pair in stats["shared_documents"].get("pairs", ())[:PAIRS]:
-        count, names = pair["documents"], pair["sources"]
+        count = pair["documents"]
+        names = pair["sources"]
         of = [f"{count / stats['sources'][name]['documents']:.2%}" for name in names]
         rows.append([", ".join(names), count, *of])
     head = ("sources", "documents", "of the first", "of the second")

@@ -59,7 +59,9 @@ class Tokenize(Stage):
     def _work(self, unit: Unit, folder: Path, fast: bool) -> Json:
         """Return the counts, or {} if the fast encoder must not be used for this unit."""
         encoder = _load_tokenizer(shards.tokenizer_path(self.out), tuple(_hashes(self.out)))
-        rows, looping, encoded_bytes = [], [np.empty(0, bool)], 0
+        rows = []
+        looping = [np.empty(0, bool)]
+        encoded_bytes = 0
         drop_repeats = self.recipe.filter.repeated_ngrams
         unsorted = {name: folder / f".{name}.unsorted" for name in (TOKENS, ORIGINS)}
         with unsorted[TOKENS].open("wb") as token_file, unsorted[ORIGINS].open("wb") as origin_file:
@@ -146,7 +148,8 @@ def describe(
 ) -> np.ndarray:
     """Return the unordered rows of documents.npy (DOCUMENT)."""
     rows = np.zeros(len(ids), DOCUMENT)
-    rows["high"], rows["low"] = np.frombuffer(b"".join(ids), ">u8").reshape(-1, 2).T
+    halves = np.frombuffer(b"".join(ids), ">u8").reshape(-1, 2)
+    rows["high"], rows["low"] = halves.T
     rows["key"] = [key_of_id(identity, seed) for identity in ids]
     rows["length"] = lengths
     rows["bytes"] = list(map(len, texts))
@@ -174,7 +177,8 @@ def write_ordered(path: Path, unsorted: Path, sizes: np.ndarray, order: np.ndarr
 
 def make_tokenizer(recipe: Recipe, out: Path) -> None:
     """Write DIR/tokenizer.model or .json, given or trained, unless it is there."""
-    receipt, settings = out / f"tokenizer.{stage.RECEIPT}", recipe.tokenizer
+    receipt = out / f"tokenizer.{stage.RECEIPT}"
+    settings = recipe.tokenizer
     key = _tokenizer_key(recipe, out)
     recorded = shards.read_json(receipt, "delete it") if receipt.is_file() else None
     if recorded == {"key": key, "sha256": _hashes(out)}:
@@ -188,7 +192,7 @@ def make_tokenizer(recipe: Recipe, out: Path) -> None:
         model = tokenizer.train(training_sample(recipe, out, settings.train_bytes), settings)
         write_atomically(out / shards.TOKENIZER_MODEL, model)
     else:
-        tokenizer.copy_given(settings, out)
+        tokenizer.copy_from_recipe(settings, out)
     shards.write_json(receipt, {"key": key, "sha256": _hashes(out)})
 
 
@@ -196,7 +200,9 @@ def _tokenizer_key(recipe: Recipe, out: Path) -> str:
     settings = recipe.tokenizer
     if isinstance(settings, TokenizerFile):
         return stage.key_of(
-            "tokenizer", file_sha256(Path(settings.path)), tokenizer.load_given(settings).names
+            "tokenizer",
+            file_sha256(Path(settings.path)),
+            tokenizer.load_from_recipe(settings).names,
         )
     receipts = (stage.receipts(out, "filter", source.name) for source in recipe.sources)
     files = [[receipt["files"][DOCUMENTS] for receipt in of_source] for of_source in receipts]
@@ -217,16 +223,15 @@ def _find_most_held_out(recipe: Recipe) -> int:
 
 def training_sample(recipe: Recipe, out: Path, train_bytes: int) -> list[str]:
     """Return training documents in shuffled order, train_bytes shared among sources by size."""
-    counts_by_source = {
-        each.name: stage.counts(out, "filter", each.name) for each in recipe.sources
-    }
-    sizes = {
-        name: sum(each["bytes"] for each in counts) for name, counts in counts_by_source.items()
-    }
+    sizes = {}
+    for source in recipe.sources:
+        counts = stage.counts(out, "filter", source.name)
+        sizes[source.name] = sum(count["bytes"] for count in counts)
     # the documents with the smallest keys: a sample that does not depend on units or workers
-    total, sample = max(sum(sizes.values()), 1), []
-    for source, size in sizes.items():
-        units = stage.list_units(out, source)
+    total = max(sum(sizes.values()), 1)
+    sample = []
+    for name, size in sizes.items():
+        units = stage.list_units(out, name)
         batches = (batch for unit in units for batch in documents.read_remaining(recipe, out, unit))
         candidates = (
             document for ids, texts, _ in batches for document in zip(ids, texts, strict=True)
@@ -246,7 +251,8 @@ def first_documents(
     held_out = shards.find_held_out_limit(_find_most_held_out(recipe))
     # negative, so that the last in the shuffle's order comes first
     heap: list[tuple[int, int, bytes]] = []
-    ids, size = set[int](), 0
+    ids = set[int]()
+    size = 0
     for identity, text in documents:
         number = int.from_bytes(identity, "big")
         if number % 2**64 < held_out or number in ids:

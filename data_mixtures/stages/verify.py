@@ -85,7 +85,8 @@ def _check_index(path: Path, manifest: Json, entry: Json, begins: np.ndarray | N
     """
     if not path.is_file():
         raise ValueError("missing")
-    data, docs = shards.unpack_file(path), entry["docs"]
+    data = shards.unpack_file(path)
+    docs = entry["docs"]
     if (sha256 := hashlib.sha256(data).hexdigest()) != docs["sha256_uncompressed"]:
         raise ValueError(f"unpacked sha256 {sha256}, {docs['sha256_uncompressed']} in the manifest")
     ids, lengths, _ = shards.unpack_documents(data)
@@ -109,7 +110,9 @@ def _check_tokens(path: Path, entry: Json, bos_id: int) -> tuple[list[Damage], n
     if not path.is_file():
         return [Damage(path, f"missing; {entry['bytes']} bytes in the manifest")], None
     damage: list[Damage] = []
-    whole, begins, dtype = hashlib.sha256(), [np.empty(0, np.int64)], shards.token_dtype(entry)
+    whole = hashlib.sha256()
+    begins = [np.empty(0, np.int64)]
+    dtype = shards.token_dtype(entry)
     # one pass: sha256 of the file, the hash of each 16 MiB block, which locates damage, and the
     # places of `bos_id`, which must match the document index
     for number, expected in enumerate(entry["xxh3_blocks"]):
@@ -148,7 +151,8 @@ def _check_listing(folder: Path, manifest: Json) -> list[Damage]:
 
 
 def _check_locks(out: Path, manifests: dict[str, Json]) -> list[Damage]:
-    damage, path = [], shards.tokenizer_path(out)
+    damage = []
+    path = shards.tokenizer_path(out)
     for source, manifest in manifests.items():
         expected = manifest["tokenizer_sha256"]
         if path.is_file() and stage.sha256_of(path) != expected:

@@ -84,7 +84,8 @@ def solutions(answers: list[JsonObject], chat: bool, dataset: Dataset) -> list[J
         if chat:
             code, rule = select_function(row["answer"], problem["entry_point"])
         else:
-            whole, rule = make_prompt(problem, chat=False) + row["answer"], "completion"
+            whole = make_prompt(problem, chat=False) + row["answer"]
+            rule = "completion"
             code = cut_beginning(whole.split("\n")) or whole
         rows.append(
             {"task_id": row["task_id"], "sample": row["sample"], "rule": rule, "solution": code}
@@ -140,16 +141,20 @@ def main(
     """
     if (results or about.out) is None or (hf_dir is None) == (source.base_url is None):
         raise ValueError("--results or --out, and either a model folder or --base-url are required")
-    data, sandbox = open_dataset(dataset), find_sandbox(scoring.unsafe_no_sandbox)
-    chat, scorer = is_chat(prompt, hf_dir), open_scorer(hf_dir, source)
+    data = open_dataset(dataset)
+    sandbox = find_sandbox(scoring.unsafe_no_sandbox)
+    chat = is_chat(prompt, hf_dir)
+    scorer = open_scorer(hf_dir, source)
     who = origin(hf_dir, scorer) | {"data_sha256": file_sha256(dataset)}
-    asked = {
+    settings = {
         "model": hf_dir.resolve().name if hf_dir else source.model or "laneformer",
         "protocol": "greedy" if sampling.temperature == 0 else "sampled",
         "prompt": "chat" if chat else "completion",
         **asdict(sampling),
     }
-    settings_key = hashlib.sha256(repr((who, scorer.max_length, asked)).encode()).hexdigest()[:12]
+    settings_key = hashlib.sha256(repr((who, scorer.max_length, settings)).encode()).hexdigest()[
+        :12
+    ]
     # each checkpoint and setting has a folder of its own beside the records
     beside = (about.out or Path()).parent / ITEMS / f"code-{about.step or 0}-{settings_key}"
     folder = results or beside
@@ -160,7 +165,7 @@ def main(
     scorer.close()
     scores, lines = score_answers(judge, answers, chat, sampling.n)
     about_data = {"dataset": f"{data.name}+", "version": data.version, "evalplus": EVALPLUS}
-    figures = {**about_data, **asked, **scores, "control": control, "sandbox": sandbox}
+    figures = {**about_data, **settings, **scores, "control": control, "sandbox": sandbox}
     same = ("dataset", "protocol", "prompt", "n", "temperature", "top_p")
     protocol = {name: figures[name] for name in same}
     head = {"kind": "code", "step": about.step, **who, "protocol": protocol}
@@ -173,8 +178,10 @@ def score_answers(
     judge: Judge, answers: list[JsonObject], chat: bool, n: int
 ) -> tuple[JsonObject, list[JsonObject]]:
     """Test what is selected from the answers; returns figures and the lines of the file of items."""
-    data, rows = judge.dataset, solutions(answers, chat, judge.dataset)
-    scored, rules = judge.evaluate(rows, "samples"), Counter(row["rule"] for row in rows)
+    data = judge.dataset
+    rows = solutions(answers, chat, judge.dataset)
+    scored = judge.evaluate(rows, "samples")
+    rules = Counter(row["rule"] for row in rows)
     figures = {
         "problems": len(data.problems),
         **figures_of(scored, n),

@@ -78,21 +78,22 @@ def collect(
     stops = () if chat else STOPS_OF[dataset.name] + STOPS
 
     def answer_problem(problem: JsonObject) -> list[JsonObject]:
-        task, text = problem["task_id"], make_prompt(problem, chat)
+        task = problem["task_id"]
+        text = make_prompt(problem, chat)
         prompt: AnyPrompt = [{"role": "user", "content": text}] if chat else text
 
         def answer(samples: Iterator[int]) -> Iterator[JsonObject]:
             for sample in samples:
-                drawn = {
+                options = {
                     "temperature": sampling.temperature,
                     "top_p": sampling.top_p,
                     "seed": sampling.seed_of(task, sample),
                 }
-                text, finish = scorer.generate(prompt, sampling.max_new_tokens, stops, **drawn)
+                text, finish = scorer.generate(prompt, sampling.max_new_tokens, stops, **options)
                 yield {
                     "task_id": task,
                     "sample": sample,
-                    "seed": drawn["seed"],
+                    "seed": options["seed"],
                     "finish_reason": finish,
                     "answer": text,
                 }

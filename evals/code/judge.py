@@ -61,7 +61,8 @@ def make_expected(request: Request, problem: Problem, which: str) -> None:
     path = locate_expected(request, problem, which)
     if path.exists():
         return
-    inputs, seconds = convert_inputs(problem, which), list[float]()
+    inputs = convert_inputs(problem, which)
+    seconds = list[float]()
     part = path.with_suffix(f".{os.getpid()}")
     solution = Solution(request, reference(problem), problem["entry_point"], inputs)
     try:
@@ -93,7 +94,8 @@ def judge(
     request: Request, checks: Iterable[tuple[Problem, str, str]], parallel: int
 ) -> Iterator[tuple[int, str]]:
     """Yield (place in checks, status) as they end, each a `check` in a process of its own."""
-    waiting, running = enumerate(checks), dict[Any, tuple[int, Any]]()  # by sentinel
+    waiting = enumerate(checks)
+    running = dict[Any, tuple[int, Any]]()  # by sentinel
     try:
         while True:
             for place, arguments in itertools.islice(waiting, parallel - len(running)):
@@ -121,7 +123,8 @@ def judge(
 def exit_with_status(request: Request, problem: Problem, which: str, code: str) -> None:
     """End this process with the exit status of the check's verdict, or 1."""
     end_with_parent()
-    exit_status, limits = 1, request["limits"]
+    exit_status = 1
+    limits = request["limits"]
     try:
         held_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         # what is expected, and what is returned
@@ -151,10 +154,12 @@ def check(request: Request, problem: Problem, which: str, code: str) -> str:
     solution = Solution(request, code, problem["entry_point"], tests.inputs)
     try:
         left_s -= time_receive(solution, left_s)[0]
-        for arguments, wanted, limit_s in zip(tests.inputs, tests.expected, limits_s, strict=True):
+        for arguments, expected, limit_s in zip(
+            tests.inputs, tests.expected, limits_s, strict=True
+        ):
             seconds, line = time_receive(solution, min(limit_s, left_s))
             left_s -= seconds
-            if not oracle.right(read(line), arguments, wanted):
+            if not oracle.right(read(line), arguments, expected):
                 return "fail"
         return "pass"
     except TimeoutError:

@@ -71,7 +71,7 @@ def content(kind: str, value: Any) -> Any:
     if kind == "bytes":
         return base64.b64encode(value).decode()
     if kind == "dict":
-        return [[plain(key), plain(held)] for key, held in value.items()]
+        return [[plain(key), plain(inner)] for key, inner in value.items()]
     if kind == "Fraction":
         return [hex(value.numerator), hex(value.denominator)]
     if kind == "Decimal":

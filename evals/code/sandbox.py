@@ -42,9 +42,17 @@ def build_filter(machine: str) -> bytes:
         raise ValueError(
             f"no sandbox on {machine}: its system calls are known on {', '.join(ARCHITECTURES)}; {HOW}"
         )
-    load, equal, at_least, any_bit, ret = 0x20, 0x15, 0x35, 0x45, 0x06
-    number, architecture, first_argument = 0, 4, 16
-    allow, refuse, missing = 0x7FFF0000, 0x00050000 | errno.EPERM, 0x00050000 | errno.ENOSYS
+    load = 0x20
+    equal = 0x15
+    at_least = 0x35
+    any_bit = 0x45
+    ret = 0x06
+    number = 0
+    architecture = 4
+    first_argument = 16
+    allow = 0x7FFF0000
+    refuse = 0x00050000 | errno.EPERM
+    missing = 0x00050000 | errno.ENOSYS
     # (operation, instructions to skip if true, if false, operand)
     program = [
         (load, 0, 0, architecture),
@@ -83,8 +91,8 @@ def build_sandbox(readable: Sequence[Path]) -> list[str]:
         "--die-with-parent",
         "--new-session",  # not --as-pid-1: a change of user cancels --die-with-parent in the process itself
     ]
-    shown = [*map(Path, SYSTEM), *map(Path, DEVICES), *readable]
-    for parent in sorted({parent for path in shown for parent in path.parents} - {Path("/")}):
+    visible = [*map(Path, SYSTEM), *map(Path, DEVICES), *readable]
+    for parent in sorted({parent for path in visible for parent in path.parents} - {Path("/")}):
         command += ["--perms", "0755", "--dir", str(parent)]  # else only root may pass
     for path in SYSTEM:
         if os.path.islink(path) and os.path.isdir(path):

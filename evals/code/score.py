@@ -164,11 +164,13 @@ class Judge:
         packages = Path(numpy.__file__).parents[1]
         command = [str(PYTHON), "-I", "-S", "-B", "-c", RUNNER.read_text(), str(packages)]
         if self.sandbox == "none":  # all the same a solution ends with its judge
-            options, command = [], ["setpriv", "--pdeathsig", "KILL", *command]
+            options = []
+            command = ["setpriv", "--pdeathsig", "KILL", *command]
         else:
             readable = [Path(sys.base_prefix).resolve()]  # with the standard library
             readable += [*packages.glob("numpy"), *packages.glob("numpy.libs")]
-            options, command = build_sandbox(readable), wrap_as_nobody(command)
+            options = build_sandbox(readable)
+            command = wrap_as_nobody(command)
         (work / "filter.bpf").write_bytes(build_filter(platform.machine()) if options else b"")
         expected = self.cache / "expected" / self.dataset.md5
         expected.mkdir(parents=True, exist_ok=True)

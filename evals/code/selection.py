@@ -36,8 +36,8 @@ def select_function(text: str, entry_point: str) -> tuple[str, str]:
 
 def iterate_blocks(lines: list[str]) -> Iterator[str]:
     """Yield the code between every fence and the last later one, or the end, up to which it parses."""
-    found = [(number, FENCE.search(line)) for number, line in enumerate(lines)]
-    marks = {number: mark for number, mark in found if mark}
+    matches = [(number, FENCE.search(line)) for number, line in enumerate(lines)]
+    marks = {number: mark for number, mark in matches if mark}
     for begin, opening in marks.items():
         # fences alone do not tell where a block ends: its docstring may hold some, and the last
         # may be missing

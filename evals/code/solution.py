@@ -70,9 +70,9 @@ def read(line: bytes, reading: Callable[[str, Any], Any] = like) -> Any:
         reading: `like` or `plain`, for what is not exactly of a builtin type.
     """
 
-    def value_of(sent: dict[str, Any]) -> Any:
-        ((kind, held),) = sent.items()
-        return reading(*held) if kind == "like" else CONTENTS[kind](held)
+    def value_of(tagged: dict[str, Any]) -> Any:
+        ((kind, content),) = tagged.items()
+        return reading(*content) if kind == "like" else CONTENTS[kind](content)
 
     return json.loads(line, object_hook=value_of)
 
@@ -105,7 +105,7 @@ class Solution:
             "inputs": inputs,
             "limits": request["limits"],
         }
-        self.held = b""
+        self.buffered = b""
         assert self.process.stdin is not None
         try:
             with self.process.stdin as pipe:
@@ -124,8 +124,10 @@ class Solution:
             ValueError: more than MAX_LINE_BYTES.
         """
         assert self.process.stdout is not None
-        pipe, end_s = self.process.stdout.fileno(), time.monotonic() + limit_s
-        parts, length = [self.held], len(self.held)
+        pipe = self.process.stdout.fileno()
+        end_s = time.monotonic() + limit_s
+        parts = [self.buffered]
+        length = len(self.buffered)
         while b"\n" not in parts[-1]:
             left_s = end_s - time.monotonic()
             if left_s <= 0 or not select.select([pipe], [], [], left_s)[0]:
@@ -135,7 +137,7 @@ class Solution:
             parts.append(part)
             if (length := length + len(part)) > MAX_LINE_BYTES:
                 raise ValueError(f"a value of more than {MAX_LINE_BYTES} bytes")
-        last, _, self.held = parts.pop().partition(b"\n")
+        last, _, self.buffered = parts.pop().partition(b"\n")
         return b"".join([*parts, last])
 
     def end(self) -> None:

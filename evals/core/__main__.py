@@ -44,8 +44,8 @@ def main(
     ).hexdigest()
     scorer = open_scorer(hf_dir, source)
     who = origin(hf_dir, scorer) | {"data_sha256": data_sha256}
-    asked = {"protocol": settings.protocol, "limit": settings.limit}
-    partial = open_partial(about.out, "core", who, asked, scorer.max_length, code_at_start())
+    conditions = {"protocol": settings.protocol, "limit": settings.limit}
+    partial = open_partial(about.out, "core", who, conditions, scorer.max_length, code_at_start())
     figures = evaluate(scorer, tasks, settings, partial)
     scorer.close()
     show(figures, tasks)
@@ -54,7 +54,7 @@ def main(
         for label in figures["tasks"]
         for number, answer in enumerate(partial.answers[label])
     ]
-    head = {"kind": "core", "step": about.step, **asked, **who}
+    head = {"kind": "core", "step": about.step, **conditions, **who}
     figures["items"] = write_items(about.out, head, lines)
     record = about.append("core", figures, **who)
     partial.remove()

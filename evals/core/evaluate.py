@@ -47,10 +47,10 @@ class Settings:
     def labels(self) -> list[str]:
         """Return the chosen tasks, all if none is named."""
         labels = [task.label for task in TASKS]
-        wanted = [label.strip() for label in self.tasks.split(",")] if self.tasks else labels
-        if unknown := sorted(set(wanted) - set(labels)):
+        chosen = [label.strip() for label in self.tasks.split(",")] if self.tasks else labels
+        if unknown := sorted(set(chosen) - set(labels)):
             raise ValueError(f"--tasks: {unknown} are not in CORE; choose from {','.join(labels)}")
-        return wanted
+        return chosen
 
 
 def judge_item(encoder: Encoder, item: Item, scores: Sequence[Scores]) -> ItemAnswer:
@@ -60,9 +60,11 @@ def judge_item(encoder: Encoder, item: Item, scores: Sequence[Scores]) -> ItemAn
     # otherwise
     losses = [-float(s.logprobs.mean()) if len(s.logprobs) else math.nan for s in scores]
     if len(losses) == 1:
-        right, gold = bool(scores[0].greedy.all()), 0
+        right = bool(scores[0].greedy.all())
+        gold = 0
     else:
-        right, gold = min(range(len(losses)), key=losses.__getitem__) == item.gold, item.gold
+        right = min(range(len(losses)), key=losses.__getitem__) == item.gold
+        gold = item.gold
     ids, start = item.prompts[gold]
     return {
         "group": item.group,
@@ -82,14 +84,15 @@ def score_task(
     Raises:
         Unscorable: one does not fit into the context.
     """
-    rows, limit = bundle.rows(task), settings.limit
+    rows = bundle.rows(task)
+    limit = settings.limit
     room = min(scorer.max_length, scorer.scoring_room)
 
-    def answer(left: Iterator[Item]) -> Iterator[ItemAnswer]:
-        scored = score_each(scorer, left, lambda item: item.prompts)
-        asked = len(rows[:limit])
+    def answer(remaining: Iterator[Item]) -> Iterator[ItemAnswer]:
+        scored = score_each(scorer, remaining, lambda item: item.prompts)
+        total = len(rows[:limit])
         for item, scores in track(
-            scored, f"{task.label:>32}", asked, console=console, transient=True
+            scored, f"{task.label:>32}", total, console=console, transient=True
         ):
             yield judge_item(scorer, item, scores)
 
@@ -226,7 +229,8 @@ def show(figures: JsonObject, bundle: Bundle) -> None:
         rows.append([label, *numbers, "" if bits is None else f"{bits:.3f}"])
     show_table(title, ("task", "n", "accuracy", "95 %", "v1", "v2", "bits"), rows)
     for version in VERSIONS:
-        value, error = figures[f"core_{version}"], figures[f"core_{version}_se"]
+        value = figures[f"core_{version}"]
+        error = figures[f"core_{version}_se"]
         if value is not None:
             console.print(f"CORE {version}  {value:.4f} ± {error:.4f}")
     for line in list_remarks(figures, bundle):

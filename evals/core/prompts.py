@@ -98,9 +98,9 @@ def make_nanochat_items(
         raise ValueError(
             "protocol nanochat begins each prompt with BOS or EOS, but the tokenizer has neither"
         )
-    asked = [rows[i] for i in order_rows(len(rows), most)]
-    for index, row in enumerate(asked):
-        examples = [asked[i] for i in draw_nanochat_examples(index, len(asked), task.shots)]
+    chosen = [rows[i] for i in order_rows(len(rows), most)]
+    for index, row in enumerate(chosen):
+        examples = [chosen[i] for i in draw_nanochat_examples(index, len(chosen), task.shots)]
         texts = write_nanochat_texts(task, row, examples)
         sequences = [[encoder.bos_id, *ids] for ids in encoder.encode_each(texts)]
         prompts = locate_answers(sequences, task.type)
@@ -156,9 +156,11 @@ def make_dclm_items(
     for row in rows:
         groups.setdefault(str(row.get("category", "")) if task.by_category else "", []).append(row)
     for number, (group, members) in enumerate(groups.items()):
-        asked = space_evenly(len(members), None if most is None else (most + number) // len(groups))
+        chosen = space_evenly(
+            len(members), None if most is None else (most + number) // len(groups)
+        )
         for index, examples in enumerate(draw_dclm_examples(len(members), task.shots)):
-            if index in asked:
+            if index in chosen:
                 shots = [members[i] for i in examples]
                 prompts = make_dclm_prompts(
                     task, members[index], shots, encoder, needs_space, max_length

@@ -106,9 +106,11 @@ class Bundle:
 
     def choose(self, labels: Iterable[str]) -> tuple[list[Task], dict[str, str]]:
         """The tasks to score, and the reason for each task that is not scored."""
-        wanted, chosen, reasons = set(labels), [], {}
+        requested = set(labels)
+        chosen = []
+        reasons = {}
         for task in self.tasks:
-            reason = self.missing(task) or (None if task.label in wanted else NOT_CHOSEN)
+            reason = self.missing(task) or (None if task.label in requested else NOT_CHOSEN)
             if reason is None:
                 chosen.append(task)
             else:

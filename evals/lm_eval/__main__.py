@@ -126,18 +126,20 @@ def evaluate(
     return result
 
 
-def describe_settings(asked: Questions, names: Sequence[str], add_bos: bool) -> JsonObject:
+def describe_settings(questions: Questions, names: Sequence[str], add_bos: bool) -> JsonObject:
     """Describe the settings in a record. add_bos: whether prompts began with BOS."""
-    shots = "the tasks' own shots" if asked.num_fewshot is None else f"{asked.num_fewshot}-shot"
-    haystack = "upstream" if asked.data is None else "offline"
+    shots = (
+        "the tasks' own shots" if questions.num_fewshot is None else f"{questions.num_fewshot}-shot"
+    )
+    haystack = "upstream" if questions.data is None else "offline"
     return {
         "protocol": f"lm-eval {version('lm-eval')}, {shots}, {'with' if add_bos else 'without'} BOS",
         "seed": SEEDS["random"],
         "seeds": SEEDS,
-        "limit": asked.limit,
-        "num_fewshot": asked.num_fewshot,
+        "limit": questions.limit,
+        "num_fewshot": questions.num_fewshot,
         "add_bos": add_bos,
-        "chat_template": asked.chat_template,
+        "chat_template": questions.chat_template,
         "haystack": haystack if set(names) & set(RULER_TASKS) else None,
     }
 
@@ -181,11 +183,13 @@ def summarize_prompts(model: ScorerLM, samples: list[JsonObject]) -> dict[str, i
         if not more:  # a rolling request is a text alone, read in windows
             tokens = room = len(model.tok_encode(context))
         elif isinstance(more[0], str):
-            tokens, room = len(model.tok_encode(context + more[0])), model.scoring_room
+            tokens = len(model.tok_encode(context + more[0]))
+            room = model.scoring_room
         else:
             tokens = len(model.tok_encode(context)) + more[0].get("max_gen_toks", 0)
             room = model.max_length
-        longest, cut = max(longest, tokens), cut + (tokens > room)
+        longest = max(longest, tokens)
+        cut = cut + (tokens > room)
     return {"documents": len(samples), "longest_tokens": longest, "cut": cut}
 
 
@@ -194,14 +198,15 @@ def show(figures: JsonObject) -> None:
     rows = []
     for name, metrics in figures["tasks"].items():
         for metric in [metric for metric in metrics if not metric.endswith("_stderr")]:
-            score, error = metrics[metric], metrics.get(f"{metric}_stderr")
+            score = metrics[metric]
+            error = metrics.get(f"{metric}_stderr")
             documents = figures["prompts"][name]["documents"]
             # its metrics are lengths
             if name in RULER_TASKS:
                 documents = figures["ruler_counts"][metric]["documents"][name]
                 error = wilson(score * documents, documents)[1]
-            shown = "" if error is None else f"{error:.4f}"
-            rows.append([name, metric, f"{score:.4f}", shown, f"{documents:,}"])
+            half_width = "" if error is None else f"{error:.4f}"
+            rows.append([name, metric, f"{score:.4f}", half_width, f"{documents:,}"])
     show_table(figures["protocol"], ("task", "metric", "score", "±", "documents"), rows, texts=2)
     if figures["cut_prompts"]:
         console.print(
@@ -211,24 +216,26 @@ def show(figures: JsonObject) -> None:
 
 def main(
     hf_dir: ModelFolder,
-    asked: Annotated[Questions, tyro.conf.arg(name="task", help=RULER_CONTEXT)],
+    questions: Annotated[Questions, tyro.conf.arg(name="task", help=RULER_CONTEXT)],
     source: SourceFlags = LOCAL,
     about: AboutFlags = NOWHERE,
 ) -> JsonObject:
     """Score a model on lm-eval's tasks, or on task files of your own. The last line on stdout
     is the record, JSON.
     """
-    names, lengths, hf_dir = (
-        expand_tasks(asked.tasks),
-        parse_lengths(asked.lengths),
-        hf_dir.resolve(),
-    )
+    names = expand_tasks(questions.tasks)
+    lengths = parse_lengths(questions.lengths)
+    hf_dir = hf_dir.resolve()
     # use_data_folder changes the working directory
     about = replace(about, out=about.out and about.out.resolve())
-    with use_data_folder(asked.data.resolve(), names) if asked.data else contextlib.nullcontext():
+    with (
+        use_data_folder(questions.data.resolve(), names)
+        if questions.data
+        else contextlib.nullcontext()
+    ):
         from evals.lm_eval.models import ScorerLM
 
-        model = ScorerLM(hf_dir, source, asked.add_bos)
+        model = ScorerLM(hf_dir, source, questions.add_bos)
         who = origin(hf_dir, model.scorer)
         model.partial = open_partial(about.out, "lm_eval", who, model.max_length, code_at_start())
         result = evaluate(
@@ -236,14 +243,12 @@ def main(
             names,
             hf_dir,
             lengths,
-            asked.limit,
-            num_fewshot=asked.num_fewshot,
-            apply_chat_template=asked.chat_template,
+            questions.limit,
+            num_fewshot=questions.num_fewshot,
+            apply_chat_template=questions.chat_template,
         )
-    settings, lines = (
-        describe_settings(asked, names, model.add_bos),
-        make_item_lines(result["samples"]),
-    )
+    settings = describe_settings(questions, names, model.add_bos)
+    lines = make_item_lines(result["samples"])
     figures = {
         **settings,
         **figures_of(result, model, lengths),

@@ -41,7 +41,8 @@ class ScorerLM(TemplateLM):
         self.tokenizer = load_tokenizer(self.folder)
         # whether the tokenizer does so by itself or not
         self.add_bos = add_bos and self.tokenizer.bos_token_id is not None
-        self.max_length, self.scoring_room = self.scorer.max_length, self.scorer.scoring_room
+        self.max_length = self.scorer.max_length
+        self.scoring_room = self.scorer.scoring_room
         self.prompt_tokens = 0
         self.partial = Partial()  # answers of an evaluation that was interrupted
 
@@ -63,10 +64,8 @@ class ScorerLM(TemplateLM):
         self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
     ) -> list[int]:
         """Ids of a text; False: without BOS, though the model was opened with add_bos."""
-        ids, bos = (
-            self.tokenizer.encode(string, add_special_tokens=False),
-            self.tokenizer.bos_token_id,
-        )
+        ids = self.tokenizer.encode(string, add_special_tokens=False)
+        bos = self.tokenizer.bos_token_id
         begins = add_special_tokens is False or not self.add_bos or ids[:1] == [bos]
         return ids if begins else [bos, *ids]
 
@@ -95,8 +94,8 @@ class ScorerLM(TemplateLM):
         items = [list(same) for _, same in itertools.groupby(order, lambda i: requests[i][1])]
         prompts = [[self._prompt(*requests[i][1:]) for i in item] for item in items]
 
-        def answer(left: Iterator[list[Prompt]]) -> Iterator[list[tuple[float, bool]]]:
-            for scores in self.scorer.score(left):
+        def answer(remaining: Iterator[list[Prompt]]) -> Iterator[list[tuple[float, bool]]]:
+            for scores in self.scorer.score(remaining):
                 yield [(math.fsum(s.logprobs.tolist()), bool(s.greedy.all())) for s in scores]
 
         scored = self._complete("scoring", prompts, answer, disable_tqdm, WINDOW)
@@ -127,9 +126,9 @@ class ScorerLM(TemplateLM):
         """Generate up to EOS, the task's first stop string or its token limit."""
         prompts = [self.tok_encode(request.args[0]) for request in requests]
         order = sort_by_prefix(prompts)
-        asked = [(prompts[i], requests[i].args[1]) for i in order]
+        requests_in_order = [(prompts[i], requests[i].args[1]) for i in order]
         generate = functools.partial(itertools.starmap, self._generate)
-        texts = self._complete("generating", asked, generate, disable_tqdm)
+        texts = self._complete("generating", requests_in_order, generate, disable_tqdm)
         answers = [""] * len(requests)
         for i, text in zip(order, texts, strict=True):
             answers[i] = text
@@ -138,18 +137,19 @@ class ScorerLM(TemplateLM):
     def _complete(
         self,
         what: str,
-        asked: list[Any],
+        items: list[Any],
         answer: Callable[[Iterator[Any]], Iterator[Any]],
         quiet: bool,
         together: int = 1,
     ) -> list[Any]:
         """Answer all that is asked, but what an interrupted evaluation has answered."""
-        name = f"{what}-{hashlib.sha256(repr(asked).encode()).hexdigest()[:16]}"
-        return self.partial.complete(name, tqdm(asked, what, disable=quiet), answer, together)
+        name = f"{what}-{hashlib.sha256(repr(items).encode()).hexdigest()[:16]}"
+        return self.partial.complete(name, tqdm(items, what, disable=quiet), answer, together)
 
     def _generate(self, prompt: list[int], task_options: JsonObject) -> str:
         options: JsonObject = dict(normalize_gen_kwargs(task_options, MAX_GEN_TOKS))
-        stops, limit = options.pop("until"), options.pop("max_gen_toks")
+        stops = options.pop("until")
+        limit = options.pop("max_gen_toks")
         if not options.pop("do_sample"):
             options["temperature"] = 0.0
         if limit >= self.max_length:

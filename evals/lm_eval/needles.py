@@ -29,8 +29,8 @@ def counts(lines: Iterable[JsonObject], lengths: Iterable[int]) -> dict[str, Jso
             continue
         task = line["task"]
         of_length["documents"][task] = of_length["documents"].get(task, 0) + 1
-        for depth, seen in line["needles"]:
+        for depth, is_found in line["needles"]:
             parts = of_length["depths"].setdefault(task, [[0, 0] for _ in range(DEPTHS)])
             part = parts[min(int(DEPTHS * depth), DEPTHS - 1)]
-            part[0], part[1] = part[0] + seen, part[1] + 1
+            part[0], part[1] = part[0] + is_found, part[1] + 1
     return {length: of_length for length, of_length in by_length.items() if of_length["documents"]}

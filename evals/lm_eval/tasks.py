@@ -98,21 +98,22 @@ def load_tasks(
     )
     if not stock <= {*manager.all_tasks}:
         manager = lm_eval.tasks.TaskManager(metadata=metadata)
-    known = sorted(manager.all_tasks)
-    if unknown := sorted(stock - {*known}):
+    names_of_tasks = sorted(manager.all_tasks)
+    if unknown := sorted(stock - {*names_of_tasks}):
         raise ValueError(
-            f"--tasks: lm-eval has no {', '.join(unknown)}, {choice(unknown[0], known, most=5)}"
+            f"--tasks: lm-eval has no {', '.join(unknown)}, {choice(unknown[0], names_of_tasks, most=5)}"
         )
     return manager, list(manager.load(list(names))["tasks"].values())
 
 
 def select_documents(task: Task, limit: int | None) -> list[int]:
     """Indices of a task's first `limit` documents, per length if it has several."""
-    seen, chosen = Counter[Any](), []
+    counts = Counter[Any]()
+    chosen = []
     for i, document in enumerate(task.eval_docs):
         length = document.get("max_length")
-        seen[length] += 1
-        if limit is None or seen[length] <= limit:
+        counts[length] += 1
+        if limit is None or counts[length] <= limit:
             chosen.append(i)
     return chosen
 
@@ -173,7 +174,8 @@ def use_data_folder(data: Path, tasks: Sequence[str]) -> Iterator[None]:
 
 
 def check_present(data: Path, tasks: Sequence[str]) -> None:
-    essays, ruler = f"{ESSAYS}/train.jsonl", {*RULER_TASKS}
+    essays = f"{ESSAYS}/train.jsonl"
+    ruler = {*RULER_TASKS}
     has_tables = (data / "nltk_data" / TABLES).is_dir()
     needed = {
         "allenai/ai2_arc/README.md": {*ARC_TASKS},
@@ -247,9 +249,11 @@ def measure_vt(tokenizer: Any, length: int) -> Measured:
     from lm_eval.tasks.ruler import vt_utils
 
     def longest(units: int, example: bool) -> int:
-        drawn = [vt_utils.generate_input_output(units, 1, 4, is_icl=example) for _ in range(DRAWS)]
+        samples = [
+            vt_utils.generate_input_output(units, 1, 4, is_icl=example) for _ in range(DRAWS)
+        ]
         return (
-            max(len(tokenizer(f"{text} {answer}").input_ids) for text, answer in drawn)
+            max(len(tokenizer(f"{text} {answer}").input_ids) for text, answer in samples)
             + VT_ANSWER_TOKENS
         )
 
@@ -278,6 +282,6 @@ def measure_cwe(tokenizer: Any, length: int) -> Measured:
         return len(tokenizer(f"{example}\n{text} {listed}").input_ids) + CWE_ANSWER_TOKENS
 
     state = cwe_utils.RNG.getstate()  # seeded at import; the documents depend on it
-    drawn = [cwe_utils.generate_input_output(CWE_UNITS, length) for _ in range(DRAWS)]
+    samples = [cwe_utils.generate_input_output(CWE_UNITS, length) for _ in range(DRAWS)]
     cwe_utils.RNG.setstate(state)
-    return [("its shortest prompt", max(count(*each) for each in drawn), length)]
+    return [("its shortest prompt", max(count(*sample) for sample in samples), length)]

@@ -58,7 +58,7 @@ def choose(folder: Path, source: Source = LOCAL) -> tuple[str, str, str]:
     from laneformer.llama.families import FAMILIES
 
     model_type = read_config(folder).get("model_type")
-    asked = f"--backend {source.backend}"
+    reason = f"--backend {source.backend}"
     if (
         source.backend == "engine"
     ):  # its auto is the CPU, and a list of GPUs shares the model's lanes
@@ -67,14 +67,14 @@ def choose(folder: Path, source: Source = LOCAL) -> tuple[str, str, str]:
                 f"backend = 'engine': {folder} is of model_type {model_type!r}; use 'transformers' or 'auto' for all "
                 f"but laneformer, {', '.join(FAMILIES)}"
             )
-        return "engine", source.device, asked
+        return "engine", source.device, reason
     device = resolve_device(source.device)
     if "," in device:
         raise ValueError(
             f"device = {device!r}: Transformers runs on one device; --backend engine shares lanes"
         )
     if source.backend == "transformers":
-        return "transformers", device, asked
+        return "transformers", device, reason
     if device.startswith("cuda"):
         return "transformers", device, "a GPU is visible, on which the engine is not measured yet"
     if model_type != "laneformer":

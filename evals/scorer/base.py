@@ -93,9 +93,11 @@ class Encoder:
             raise ValueError(
                 f"{path} is missing; evaluations of text need the tokenizer: export the model with it"
             )
-        self.folder, self._tokenizer = folder, Tokenizer.from_file(str(path))
+        self.folder = folder
+        self._tokenizer = Tokenizer.from_file(str(path))
         config = read_config(folder)
-        eos, bos_id = config.get("eos_token_id"), config.get("bos_token_id")
+        eos = config.get("eos_token_id")
+        bos_id = config.get("bos_token_id")
         self.eos_id: int | None = eos[0] if isinstance(eos, list) else eos
         # GPT-2 has no BOS: EOS begins its texts
         self.bos_id: int | None = self.eos_id if bos_id is None else bos_id
@@ -172,7 +174,8 @@ class Scorer(Encoder):
             raise ValueError(
                 f"{self.folder} has neither BOS nor EOS, which a text without context begins with"
             )
-        whole, room = [self.bos_id, *ids], self.scoring_room - 1
+        whole = [self.bos_id, *ids]
+        room = self.scoring_room - 1
         # disjoint windows, each with all context that fits
         windows = []
         for begin in range(1, len(whole), room):

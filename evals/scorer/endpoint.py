@@ -58,7 +58,8 @@ class EndpointScorer(Scorer):
             )
             self.model = source.model or folder.resolve().name
         self.device = base_url.rstrip("/").removesuffix("/completions")
-        self.parallel, self.timeout_s = source.concurrency, source.timeout_s
+        self.parallel = source.concurrency
+        self.timeout_s = source.timeout_s
         self.scoring_room = self.max_length - 1  # it adds a token of its own to what it scores
 
     def score(self, items: Iterable[Sequence[Prompt]]) -> Iterator[list[Scores]]:
@@ -67,22 +68,22 @@ class EndpointScorer(Scorer):
 
     def _score(self, item: Sequence[Prompt]) -> list[Scores]:
         prompts = [self.check_prompt(Prompt(*prompt)) for prompt in item]
-        wanted = [i for i, prompt in enumerate(prompts) if prompt.start < len(prompt.ids)]
+        scored = [i for i, prompt in enumerate(prompts) if prompt.start < len(prompt.ids)]
         body = {
-            "prompt": [prompts[i].ids for i in wanted],
+            "prompt": [prompts[i].ids for i in scored],
             "max_tokens": 1,
             "temperature": 0,
             "echo": True,
         }
         scores = [NOTHING] * len(prompts)
-        choices = self._choices("completions", body | {"logprobs": 1}) if wanted else []
+        choices = self._choices("completions", body | {"logprobs": 1}) if scored else []
         indices = [choice.get("index") for choice in choices]
-        if not all(index in range(len(wanted)) for index in indices) or len(choices) != len(wanted):
+        if not all(index in range(len(scored)) for index in indices) or len(choices) != len(scored):
             raise ValueError(
-                f"{self.device} gave choices {indices} for {len(wanted)} prompts; one each is needed"
+                f"{self.device} gave choices {indices} for {len(scored)} prompts; one each is needed"
             )
         by_index = dict(zip(indices, choices, strict=True))
-        for place, i in enumerate(wanted):
+        for place, i in enumerate(scored):
             scores[i] = scores_of(by_index[place], prompts[i])
         return scores
 
@@ -148,12 +149,16 @@ def scores_of(choice: JsonObject, prompt: Prompt) -> Scores:
     Raises:
         ValueError: an id, or the new one, has no score.
     """
-    logprobs, top = list[float | None](), list[set[float | None]]()
+    logprobs = list[float | None]()
+    top = list[set[float | None]]()
     # of another kind, or too few: refused below
     with contextlib.suppress(AttributeError, KeyError, TypeError):
-        given = choice["logprobs"]
-        logprobs = [number(value) for value in given["token_logprobs"]]
-        top = [{*map(number, each.values())} for each in given["top_logprobs"][1:]]
+        choice_logprobs = choice["logprobs"]
+        logprobs = [number(value) for value in choice_logprobs["token_logprobs"]]
+        top = [
+            {*map(number, candidates.values())}
+            for candidates in choice_logprobs["top_logprobs"][1:]
+        ]
     whole = len(logprobs) == len(top) + 1 == len(prompt.ids) + 1
     # without prompt scores, a server would get the accuracy of guessing
     if not whole or not all(top) or None in set(logprobs[1:]).union(*top):
@@ -162,5 +167,7 @@ def scores_of(choice: JsonObject, prompt: Prompt) -> Scores:
             "them and exactly one new token are needed (echo=true, logprobs=1, max_tokens=1)"
         )
     values = np.array(logprobs[prompt.start : -1], dtype=np.float64)
-    best = [np.array([*each], dtype=np.float64).max() for each in top[prompt.start - 1 : -1]]
+    best = [
+        np.array([*candidates], dtype=np.float64).max() for candidates in top[prompt.start - 1 : -1]
+    ]
     return Scores(values, values >= np.array(best))

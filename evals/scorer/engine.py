@@ -30,9 +30,11 @@ class EngineScorer(Scorer):
         self.engine = Engine.from_pretrained(
             folder, device=device, **{"context_tokens": max_length, **exact, **options}
         )
-        self.device, self.dtype = ",".join(on_gpu) or "cpu", str(self.engine.dtype)
+        self.device = ",".join(on_gpu) or "cpu"
+        self.dtype = str(self.engine.dtype)
         self.max_length = self.engine.config.max_position_embeddings
-        self.scoring_room, self.reused_tokens = self.max_length + 1, 0
+        self.scoring_room = self.max_length + 1
+        self.reused_tokens = 0
 
     def score(self, items: Iterable[Sequence[Prompt]]) -> Iterator[list[Scores]]:
         for item in items:
@@ -54,7 +56,8 @@ class EngineScorer(Scorer):
             ids, max_new_tokens=self.room(ids, max_new_tokens), **{"temperature": 0.0, **sampling}
         )
         assert self.engine.tokenizer is not None, "the folder has a tokenizer.json"
-        text, stop_strings = TextStream(self.engine.tokenizer, ids), StopStrings(stops)
+        text = TextStream(self.engine.tokenizer, ids)
+        stop_strings = StopStrings(stops)
         answer = "".join(text_of(tokens, text, stop_strings))
         self.reused_tokens += self.engine.statistics.reused_tokens
         ended = stop_strings.found or text.ids[-1] in self.engine.eos_ids

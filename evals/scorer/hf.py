@@ -90,7 +90,8 @@ class TransformersScorer(Scorer):
         self.max_length = int(
             max_length or getattr(config, "max_position_embeddings", None) or 1 << 30
         )
-        self.scoring_room, self.reused_tokens = self.max_length + 1, 0
+        self.scoring_room = self.max_length + 1
+        self.reused_tokens = 0
         # ids that were read, and their keys and values
         self._last: tuple[list[int], Any] = ([], None)
         # a recurrent state cannot be copied for every option
@@ -106,15 +107,16 @@ class TransformersScorer(Scorer):
                 )
 
     def score(self, items: Iterable[Sequence[Prompt]]) -> Iterator[list[Scores]]:
-        left = iter(items)
+        remaining = iter(items)
         while window := [
-            [self.check_prompt(Prompt(*p)) for p in item] for item in itertools.islice(left, WINDOW)
+            [self.check_prompt(Prompt(*p)) for p in item]
+            for item in itertools.islice(remaining, WINDOW)
         ]:
             scores: list[list[Scores]] = [[NOTHING] * len(item) for item in window]
             for places, offset in pack_prompts(window, self._device.type, self._keeps_prefix):
                 together = self._within_memory([window[i][k] for i, k in places], offset)
-                for (i, k), each in zip(places, together, strict=True):
-                    scores[i][k] = each
+                for (i, k), prompt_scores in zip(places, together, strict=True):
+                    scores[i][k] = prompt_scores
             yield from scores
 
     def _within_memory(self, prompts: Sequence[Prompt], offset: int) -> list[Scores]:
@@ -136,8 +138,10 @@ class TransformersScorer(Scorer):
         """Score prompts that share their first `offset` ids."""
         import torch
 
-        cache, rows = None, [p.ids[offset:-1] for p in prompts]  # the last id is only predicted
-        width, first = max(map(len, rows)), min(p.start for p in prompts) - 1 - offset
+        cache = None
+        rows = [p.ids[offset:-1] for p in prompts]  # the last id is only predicted
+        width = max(map(len, rows))
+        first = min(p.start for p in prompts) - 1 - offset
         # on the right, which no earlier position sees: neither a mask nor positions are needed
         padded = [row + [0] * (width - len(row)) for row in rows]
         with torch.inference_mode():
@@ -150,17 +154,17 @@ class TransformersScorer(Scorer):
                 cache.batch_repeat_interleave(len(rows))
             logits = self._logits(padded, width - first, cache)
             starts = [p.start - 1 - offset - first for p in prompts]
-            own = [logits[i, s : len(rows[i]) - first] for i, s in enumerate(starts)]
+            option_logits = [logits[i, s : len(rows[i]) - first] for i, s in enumerate(starts)]
             targets = torch.tensor(
                 [i for p in prompts for i in p.ids[p.start :]], device=self._device
             )
-            wanted = torch.cat(own).double()
-            logprobs = wanted.log_softmax(-1).gather(1, targets[:, None])[:, 0].cpu().numpy()
-            greedy = (wanted.argmax(-1) == targets).cpu().numpy()
-        ends = np.cumsum([len(each) for each in own])[:-1]
+            scored_logits = torch.cat(option_logits).double()
+            logprobs = scored_logits.log_softmax(-1).gather(1, targets[:, None])[:, 0].cpu().numpy()
+            greedy = (scored_logits.argmax(-1) == targets).cpu().numpy()
+        ends = np.cumsum([len(scores) for scores in option_logits])[:-1]
         return [
-            Scores(*each)
-            for each in zip(np.split(logprobs, ends), np.split(greedy, ends), strict=True)
+            Scores(*scores)
+            for scores in zip(np.split(logprobs, ends), np.split(greedy, ends), strict=True)
         ]
 
     def _logits(self, rows: list[list[int]], count: int, cache: Any) -> Any:
@@ -192,16 +196,21 @@ class TransformersScorer(Scorer):
             options |= {"top_k": 0, "top_p": 1.0, **sampling}
         if stops:
             options |= {"stop_strings": list(stops), "tokenizer": load_tokenizer(self.folder)}
-        given, room = torch.tensor([ids], device=self._device), self.room(ids, max_new_tokens)
+        prompt_ids = torch.tensor([ids], device=self._device)
+        room = self.room(ids, max_new_tokens)
         with torch.inference_mode():
             options |= self._prefix_of(ids)
             out = self._model.generate(
-                given, attention_mask=torch.ones_like(given), max_new_tokens=room, **options
+                prompt_ids,
+                attention_mask=torch.ones_like(prompt_ids),
+                max_new_tokens=room,
+                **options,
             )
             self._last = out[0].tolist(), options.get(self._cache)
         new = out[0, len(ids) :].tolist()
         whole = self.text_after(ids, new)
-        text, eos = cut_at_stop(whole, stops), self._model.generation_config.eos_token_id
+        text = cut_at_stop(whole, stops)
+        eos = self._model.generation_config.eos_token_id
         ended = len(text) < len(whole) or new[-1] in (eos if isinstance(eos, list) else [eos])
         return Answer(text, "stop" if ended else "length")
 

@@ -72,7 +72,8 @@ def write_sums(path: Path, count: int) -> None:
     things = ("apples", "bricks", "coins", "marbles", "tickets")
     texts = []
     for _ in range(count):
-        name, thing = draw.choice(names), draw.choice(things)
+        name = draw.choice(names)
+        thing = draw.choice(things)
         numbers = [draw.randint(1, 99) for _ in range(8)]
         lines = [f"How many {thing} does {name} have?"]
         lines += [
@@ -187,7 +188,8 @@ def write_counting(
     shutil.rmtree(folder / source, ignore_errors=True)
     (folder / source).mkdir()
     tokens = (begin + np.arange(count * seq_len + 1)).astype(np.uint16)
-    stride, written = per_shard * seq_len, []
+    stride = per_shard * seq_len
+    written = []
     for number, first in enumerate(range(0, count * seq_len, stride)):
         part = tokens[first : first + stride + 1]
         written.append(

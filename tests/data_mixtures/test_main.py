@@ -84,7 +84,8 @@ def test_sources_can_go_through_one_after_the_other_and_be_freed(run, folder, mo
         run("filter", "--sources", name)
         assert f"{name}: " in run("free", "--stage", "fetch", "--sources", name)
         assert not list((out / "fetch" / name).rglob("*.parquet"))
-    path, text = folder / "hub.toml", (folder / "hub.toml").read_text()
+    path = folder / "hub.toml"
+    text = (folder / "hub.toml").read_text()
     path.write_text(text.replace("[phase1]", "[filter]\nmin_chars = 70\n[phase1]"))
     freed = r"filter plus/unit-00000: .*was freed, and is needed again; remove .*fetch/plus"
     assert_refused(run, "filter", freed)
@@ -112,7 +113,8 @@ def test_sources_can_go_through_one_after_the_other_and_be_freed(run, folder, mo
 
 @pytest.mark.job
 def test_verify_finds_a_flipped_bit_and_its_commands_restore_the_bytes(run, folder):
-    whole, path = files_of(folder / "whole"), folder / "whole/mind/shard-00001.bin"
+    whole = files_of(folder / "whole")
+    path = folder / "whole/mind/shard-00001.bin"
     flip(path)
     with pytest.raises(ValueError, match=r"1 damaged, named above") as caught:
         run("verify", out="whole")

@@ -31,7 +31,8 @@ def reference(mix, g, weights, windows, offsets, seed=5, per_shard=8):
 
 @pytest.mark.parametrize("offsets", [(0, 0, 0), (13, 40, 9)])
 def test_sequences_follow_the_definition(counting_data, offsets):
-    windows, weights = (50, 23, 9), (6, 3, 1)
+    windows = (50, 23, 9)
+    weights = (6, 3, 1)
     mix = Mixture.open(
         counting_data() / "phase1.lock.json", dict(zip(("s0", "s1", "s2"), offsets, strict=True))
     )

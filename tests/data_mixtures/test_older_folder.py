@@ -21,7 +21,8 @@ READ = "84ef2563e110aebf4c47a2aca5c94b5761791364e2a70e8b1552329fc040104c"  # sha
 def test_a_folder_of_older_code_is_read_and_prepared_further(tmp_path):
     with tarfile.open(ASSET) as archive:
         archive.extractall(tmp_path, filter="data")
-    out, lock = tmp_path / "out", tmp_path / "out/phase1.lock.json"
+    out = tmp_path / "out"
+    lock = tmp_path / "out/phase1.lock.json"
     files = sorted((out / "lines").glob("*.bin"))
     before = [path.read_bytes() for path in files]
     tokens, _ = mixture.Mixture.open(lock).sequences(0, 100)

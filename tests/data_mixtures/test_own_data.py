@@ -133,7 +133,8 @@ def test_large_files_are_split_into_units_and_nothing_else_changes(folder, monke
     pq.write_table(pa.table(columns), folder / "b/large.parquet", row_group_size=7)
     limits = "max_dropped_share = 0.5\nvalid_per_10000 = 500"
     recipe = own(JSONL.replace(".gz", ""), PARQUET, more=limits)
-    made, units = {}, {}
+    made = {}
+    units = {}
     # byte ranges of JSON lines, row groups of Parquet: shards and origins do not depend on the size
     for size in (1 << 26, 3000, 700):
         monkeypatch.setattr(plan, "UNIT_BYTES", size)
@@ -163,7 +164,8 @@ def test_parquet_of_other_writers_gives_the_text_of_json_lines(folder):
     texts = write_text(9, 30)
     write_json_lines(folder / "lines.jsonl", texts)
     # Polars, arrow-rs and DataFusion write string_view, pandas categories
-    view, categories = pa.array(texts, pa.string_view()), pa.array(texts).dictionary_encode()
+    view = pa.array(texts, pa.string_view())
+    categories = pa.array(texts).dictionary_encode()
     for number, column in enumerate((view, categories)):
         columns = [column, *(pa.array([url] * 30) for url in "uv")]
         table = pa.table(columns, names=["content", "url", "url"])

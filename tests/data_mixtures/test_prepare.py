@@ -60,11 +60,13 @@ def test_a_source_can_hold_nothing_out(recipe_path, tmp_path):
 
 def test_other_data_does_not_replace_what_a_lock_pins_unasked(tiny_copy, tmp_path):
     # nor do units of the older plan stay when it is replaced: the result is a new folder's
-    path, data = tiny_copy / "tiny.toml", tiny_copy / "out"
+    path = tiny_copy / "tiny.toml"
+    data = tiny_copy / "out"
     text = path.read_text()
     path.write_text(text + "[phase3]\nnotes = 1\nsums = 1\n")
     prepare_folder(path, data)  # one phase more is no other data
-    before, units = files_of(data), len(list((data / "shuffle/sums").glob("unit-*")))
+    before = files_of(data)
+    units = len(list((data / "shuffle/sums").glob("unit-*")))
     for old, new, differs in [
         ("seq_len = 32", "seq_len = 16", "seq_len = 32, now 16"),
         ("vocab_size = 400", "vocab_size = 410", "tokenizer = .*400.* now .*410"),
@@ -80,7 +82,8 @@ def test_other_data_does_not_replace_what_a_lock_pins_unasked(tiny_copy, tmp_pat
     (tmp_path / "notes/more.txt").write_text("One more document, which grows the source. " * 9)
     prepare_folder(path, data, replace=True)
     prepare_folder(path, tmp_path / "fresh")
-    now, fresh = files_of(data), files_of(tmp_path / "fresh")
+    now = files_of(data)
+    fresh = files_of(tmp_path / "fresh")
     assert {name: now[name] for name in fresh} == fresh
     assert now.keys() - fresh.keys() == {"phase3.lock.json"}
     assert len(list((data / "shuffle/sums").glob("unit-*"))) < units
@@ -120,7 +123,8 @@ def test_what_export_demands_of_a_tokenizer_is_asked_before_anything_is_read(
 
 
 def test_what_is_missing_is_named_before_anything_is_done(recipe_path, tmp_path):
-    data, text = tmp_path / "out", recipe_path.read_text()
+    data = tmp_path / "out"
+    text = recipe_path.read_text()
     tokenizer_line = next(line for line in text.splitlines() if line.startswith("tokenizer"))
     for old, new, message in [
         ("/notes/*.txt", "/nothing/*.txt", r"notes: no file matches .*nothing/\*\.txt"),

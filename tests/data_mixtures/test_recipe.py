@@ -68,7 +68,8 @@ def test_long_windows_have_three_fifths_of_phase_2_and_long_documents_by_length(
 def test_a_shared_list_gives_what_is_said_of_a_repository_and_what_a_source_says_instead():
     sources = {source.name: source for source in recipe_file.load(FOLDER / "nemotron.toml").sources}
     assert "fact-seeking" not in sources, "listed, and in no phase"
-    rqa, wiki = sources["rqa"], sources["wiki-rewrite"]
+    rqa = sources["rqa"]
+    wiki = sources["wiki-rewrite"]
     assert (rqa.repo, rqa.revision, rqa.gate) == (wiki.repo, wiki.revision, wiki.gate)
     assert (rqa.licence, wiki.licence) == ("CC-BY-4.0", "CC-BY-SA-4.0 and GFDL")
     assert sources["code2-qa"].text_columns == ("text", "content")

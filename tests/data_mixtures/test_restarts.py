@@ -75,9 +75,12 @@ def family_of(process: subprocess.Popen) -> list[psutil.Process]:
 
 @pytest.mark.job
 def test_kills_at_any_moment_change_nothing(tmp_path):
-    path, out, draw = write_recipe(tmp_path), tmp_path / "out", random.Random(20)
+    path = write_recipe(tmp_path)
+    out = tmp_path / "out"
+    draw = random.Random(20)
     prepare_folder(path, tmp_path / "whole", mirror=str(tmp_path / "mirror"))
-    expected, total = files_of(tmp_path / "whole"), count_receipts(tmp_path / "whole")
+    expected = files_of(tmp_path / "whole")
+    total = count_receipts(tmp_path / "whole")
     assert total > 50
     killed = 0
     for moment in sorted(draw.sample(range(1, total), KILLS)):

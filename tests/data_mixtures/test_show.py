@@ -46,7 +46,9 @@ def first_token(window: dict) -> int:
 
 def documents_of(folder: Path) -> list[tuple[int, int, str]]:
     """Return (first token in the source, tokens, id) of all documents, read by numpy alone."""
-    manifest, documents, shard_begin = shards.read_manifest(folder), [], 0
+    manifest = shards.read_manifest(folder)
+    documents = []
+    shard_begin = 0
     for entry in manifest["shards"]:
         ids, lengths, *_ = shards.read_documents(folder / entry["docs"]["name"])
         size = entry["windows"] * SEQ_LEN
@@ -59,7 +61,8 @@ def documents_of(folder: Path) -> list[tuple[int, int, str]]:
 
 def test_every_document_of_a_window_is_named(run, lock, prepared_data):
     # also documents longer than a window, from another shard, or at a window's first token
-    opened, pieces = Mixture.open(lock), tokenizer.load(shards.tokenizer_path(prepared_data))
+    opened = Mixture.open(lock)
+    pieces = tokenizer.load(shards.tokenizer_path(prepared_data))
     of_sources = {name: documents_of(prepared_data / name) for name in ("web", "code")}
     windows = [
         each
@@ -69,7 +72,9 @@ def test_every_document_of_a_window_is_named(run, lock, prepared_data):
     assert [each["sequence"] for each in windows] == list(range(312))
     from_other_shards = 0
     for window in windows:
-        tokens, parts, first = window["tokens"], window["documents"], first_token(window)
+        tokens = window["tokens"]
+        parts = window["documents"]
+        first = first_token(window)
         assert tokens == opened.sequences(window["sequence"], 1)[0][0].tolist()
         end = first + SEQ_LEN  # the last token is only predicted
         expected = [

@@ -46,7 +46,9 @@ def read_stored(s3) -> dict[str, bytes]:
 
 @pytest.mark.job
 def test_a_bucket_holds_the_files_of_a_folder(recipe, s3, monkeypatch):
-    expected, left, push = pick_published(files_of(recipe.parent / "out")), set(), store.Store.push
+    expected = pick_published(files_of(recipe.parent / "out"))
+    left = set()
+    push = store.Store.push
 
     def record(self, folder: Path) -> None:
         push(self, folder)

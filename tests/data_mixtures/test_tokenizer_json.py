@@ -36,7 +36,8 @@ load_once = functools.cache(tokenizer.load)
 @settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.sampled_from(PARTS), max_size=30).map("".join) | st.text(max_size=50))
 def test_text_is_text_and_comes_back(llama_3, text):
-    made, texts = load_once(llama_3), [text, "", text[1:]]
+    made = load_once(llama_3)
+    texts = [text, "", text[1:]]
     tokens, lengths = made.encode(texts)
     assert (tokens < 600).sum() == len(tokens) - 6, (
         "two control ids a document, and none of its text"
@@ -153,7 +154,8 @@ def test_a_unit_whose_sample_differs_is_encoded_by_the_library(tmp_path, monkeyp
     monkeypatch.setattr(tokenize, "_COMPARED_BYTES", 100)
     monkeypatch.setattr(tokenize, "COMPARED_OF", 50)
     work = tokenize.Tokenize(wanted, tmp_path, ("a",))
-    compared, exact = [], tokenizer.Tokenizer.is_exact
+    compared = []
+    exact = tokenizer.Tokenizer.is_exact
     monkeypatch.setattr(
         tokenizer.Tokenizer,
         "is_exact",
@@ -164,7 +166,8 @@ def test_a_unit_whose_sample_differs_is_encoded_by_the_library(tmp_path, monkeyp
     encoder = tokenize._load_tokenizer(
         shards.tokenizer_path(tmp_path), tuple(tokenize._hashes(tmp_path))
     )
-    right, end = encoder.fast, compared[-1][-20:]
+    right = encoder.fast
+    end = compared[-1][-20:]
     monkeypatch.setattr(
         encoder,
         "fast",
@@ -186,7 +189,8 @@ def work_in(work: tokenize.Tokenize, folder: Path) -> dict:
 
 
 def test_a_tokenizer_json_is_brought_along_with_its_names(tmp_path):
-    out, texts = tmp_path / "out", {"a": [[TEXT[:3000]]]}
+    out = tmp_path / "out"
+    texts = {"a": [[TEXT[:3000]]]}
     path = save(
         byte_level([TEXT], LLAMA_3),
         tmp_path / "given",

@@ -38,9 +38,11 @@ def small_blocks(monkeypatch):
 def test_one_flipped_bit_fails_every_window_of_its_block_and_no_other(small_blocks, tmp_path, byte):
     path, entry = write(tmp_path / "shard-00007.bin")
     flip(Path(path), byte)
-    files, bad = WindowFiles([(path, entry)], SEQ_LEN), byte // BLOCK
+    files = WindowFiles([(path, entry)], SEQ_LEN)
+    bad = byte // BLOCK
     for window in range(WINDOWS):
-        first, last = 2 * window * SEQ_LEN // BLOCK, (2 * (window + 1) * SEQ_LEN + 1) // BLOCK
+        first = 2 * window * SEQ_LEN // BLOCK
+        last = (2 * (window + 1) * SEQ_LEN + 1) // BLOCK
         if first <= bad <= last:
             with pytest.raises(
                 ValueError, match=rf"shard-00007\.bin: block {bad} of 3 .* damaged.*verify"

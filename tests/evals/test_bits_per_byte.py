@@ -76,7 +76,8 @@ def test_sums_by_hand():
     scorer = Unigram()
     windows = {"web": windows_of(1), "code": windows_of(3, count=9)}
     for rows in windows.values():
-        got, expected = score(scorer, rows, TOKEN_BYTES), by_hand(rows, scorer, TOKEN_BYTES)
+        got = score(scorer, rows, TOKEN_BYTES)
+        expected = by_hand(rows, scorer, TOKEN_BYTES)
         assert (got["bits_per_byte"], got["loss"]) == pytest.approx(expected, rel=TOLERANCE)
         assert (got["tokens"], got["bytes"]) == (rows[:, 1:].size, TOKEN_BYTES[rows[:, 1:]].sum())
     whole = bits_per_byte(
@@ -111,11 +112,13 @@ def test_the_command_on_real_held_out_text(prepared_data, tmp_path, monkeypatch)
         str(tmp_path / "tokenizer.json")
     )
     token_bytes = load_token_bytes(tmp_path, prepared_data)
-    scorer, sources = Unigram(len(token_bytes)), []
+    scorer = Unigram(len(token_bytes))
+    sources = []
     monkeypatch.setattr(
         "evals.bits_per_byte.open_scorer", lambda folder, source: sources.append(source) or scorer
     )
-    about, on_gpu = About(tmp_path / "evals.jsonl"), Source("transformers", "cuda")
+    about = About(tmp_path / "evals.jsonl")
+    on_gpu = Source("transformers", "cuda")
     record = main(tmp_path, prepared_data, limit=4, source=on_gpu, about=about)
     assert sources == [on_gpu]
     assert read_lines(tmp_path / "evals.jsonl") == [record]
@@ -160,7 +163,8 @@ def test_bytes_of_tokens_are_the_bytes_of_the_text(tmp_path):
     path = tmp_path / "tokenizer.model"
     for add_dummy_prefix in (True, False):
         path.write_bytes(sentencepiece_model(add_dummy_prefix))
-        processor, counts = sentencepiece.SentencePieceProcessor(str(path)), count_token_bytes(path)
+        processor = sentencepiece.SentencePieceProcessor(str(path))
+        counts = count_token_bytes(path)
         # control tokens and byte tokens
         assert counts[:259].tolist() == [0] * 3 + [1] * 256
         assert (counts[3:] > 0).all()

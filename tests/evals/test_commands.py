@@ -106,7 +106,8 @@ def test_arguments_of_a_checkpoint():
     module, kind, options = read_command("code --dataset d --results 'r s/{step}'")
     words = kind.arguments(Path("hf"), options, About(Path("o"), 20, None, "phase1"), "auto")
     assert module == "evals.code"
-    given, about = ["--dataset", "d", "--results", "r s/20"], ["--out", "o", "--step", "20"]
+    given = ["--dataset", "d", "--results", "r s/20"]
+    about = ["--out", "o", "--step", "20"]
     assert words == ["hf", *given, *about, "--phase", "phase1"]
     assert kind.arguments(Path("hf"), [], About(), "cuda") == ["hf", "--device", "cuda"]
 

@@ -83,7 +83,8 @@ def test_core_categories_and_gold_bits_are_the_differences_of_the_records(tmp_pa
         tmp_path / str(write_items(tmp_path / "evals.jsonl", HEAD | {"step": step}, side))
         for step, side in enumerate(sides)
     )
-    found, records = compare(a, b), []
+    found = compare(a, b)
+    records = []
     for side in sides:
         tasks = {
             task.label: summarize_task(task, [x for x in side if x["task"] == task.label], 6)

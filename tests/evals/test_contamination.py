@@ -46,7 +46,8 @@ def test_counts_add_up_and_never_pass_the_items(data, capsys):
     record = main(data, About(out, phase="phase1"))
     assert record == json.loads(out.read_text())
     check_fields(record, None)
-    quiz, other = record["benchmarks"]["quiz"], record["benchmarks"]["other"]
+    quiz = record["benchmarks"]["quiz"]
+    other = record["benchmarks"]["other"]
     assert (quiz["items"], quiz["searchable"], quiz["touched"], quiz["documents_dropped"]) == (
         5,
         4,

@@ -16,7 +16,9 @@ ITEMS, ENDS_AFTER = 300, 280
 
 
 def test_an_evaluation_goes_on_where_it_ended_with_the_same_bytes(folder, tmp_path, monkeypatch):
-    bundle, score, asked = tmp_path / "bundle", EngineScorer.score, []
+    bundle = tmp_path / "bundle"
+    score = EngineScorer.score
+    asked = []
     rows = [
         row | {"query": f"{i} {row['query']}"} for i, row in enumerate(CHOICE_ROWS * (ITEMS // 5))
     ]

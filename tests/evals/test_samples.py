@@ -63,7 +63,8 @@ def test_both_backends_generate_the_models_own_tokens(folder, tmp_path):
         assert scorer.generate(ids, 8, [text[3:5]]) == (text[: text.index(text[3:5])], "stop"), kind
         with pytest.raises(ValueError, match="top_q"):
             scorer.generate(ids, 8, top_q=1)
-        before, other = scorer.reused_tokens, [*ids[:-3], *ids[:-3:-1]]
+        before = scorer.reused_tokens
+        other = [*ids[:-3], *ids[:-3:-1]]
         text = scorer.text_after(other, continue_greedily(model, other, 8))
         assert scorer.generate(other, 8).text == text, kind
         # the prefix of the prompt before it

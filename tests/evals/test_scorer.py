@@ -46,7 +46,8 @@ class Written(NamedTuple):
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    folder, made = tmp_path_factory.mktemp("models"), {}
+    folder = tmp_path_factory.mktemp("models")
+    made = {}
     for name, write, options in (
         ("laneformer", write_laneformer, {}),
         ("llama", write_llama, {}),
@@ -130,7 +131,8 @@ def spy_on_passes(scorer: TransformersScorer) -> list[tuple[int, int]]:
 def test_options_behind_a_long_prefix_are_read_in_two_passes(models, monkeypatch, name):
     # the prefix once, then all options
     folder, model = models[name]
-    scorer, prefix = TransformersScorer(folder, "cpu"), [1, *range(40, 90)]
+    scorer = TransformersScorer(folder, "cpu")
+    prefix = [1, *range(40, 90)]
     options = [[7, 8, 9], [7, 8], [10], [7], [11, 12, 13, 14]]
     item = [Prompt([*prefix, *option], len(prefix)) for option in options]
     monkeypatch.setitem(hf_scorer.WORTH_A_PASS, "cpu", 100)
@@ -144,7 +146,9 @@ def test_options_behind_a_long_prefix_are_read_in_two_passes(models, monkeypatch
 
 def test_passes_become_smaller_where_memory_ends(llama, monkeypatch):
     scorer = TransformersScorer(llama.folder, "cpu")
-    fits, passes, score = 2, [], scorer._score
+    fits = 2
+    passes = []
+    score = scorer._score
 
     def score_few(prompts, offset):
         passes.append(len(prompts))
@@ -166,7 +170,8 @@ def test_passes_become_smaller_where_memory_ends(llama, monkeypatch):
 
 def test_both_backends_score_a_rolling_text_alike(models):
     folder, model = models["laneformer"]
-    ids, expected = [3 + (i * 7) % 200 for i in range(50)], 0.0
+    ids = [3 + (i * 7) % 200 for i in range(50)]
+    expected = 0.0
     # every id once, in disjoint windows with all the context that fits
     for begin, end in ((1, 17), (17, 33), (33, 49), (49, 51)):
         first = max(0, end - 17)
@@ -258,7 +263,8 @@ def test_a_model_without_finite_logits_is_stopped_before_it_is_asked(tmp_path):
 def test_texts_become_the_same_ids_in_both(llama):
     from transformers import AutoTokenizer
 
-    ours, theirs = Encoder(llama.folder), AutoTokenizer.from_pretrained(llama.folder)
+    ours = Encoder(llama.folder)
+    theirs = AutoTokenizer.from_pretrained(llama.folder)
     for text in ("", "The cat", " a", "\nAnswer: 12", "x  y"):
         plain, special = (
             theirs(text, add_special_tokens=add)["input_ids"] for add in (False, True)

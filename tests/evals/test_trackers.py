@@ -64,7 +64,8 @@ def spy_on_wandb(monkeypatch) -> list[tuple[Any, list[JsonObject]]]:
     start = wandb.init
 
     def init(**options):
-        run, rows = start(**options), list[JsonObject]()
+        run = start(**options)
+        rows = list[JsonObject]()
         log = run.log
 
         def keep(row, step):
@@ -92,7 +93,9 @@ def read_tensorboard(run: Path):
 @pytest.mark.job
 def test_the_same_values_everywhere_once(tmp_path, monkeypatch):
     # two starts, a checkpoint evaluated late in between: every figure once, at its step
-    run, log, started = tmp_path / "tracked", [], spy_on_wandb(monkeypatch)
+    run = tmp_path / "tracked"
+    log = []
+    started = spy_on_wandb(monkeypatch)
     monkeypatch.setenv("WANDB_MODE", "offline")
     early, late = (
         [
@@ -155,7 +158,9 @@ def test_records_of_any_age_and_kind():
 
 
 def test_a_tracker_that_fails_is_reported_and_gets_it_later(tmp_path):
-    records, log, sent = [{"kind": "bits_per_byte", "step": 3, "bits_per_byte": 0.5}], [], []
+    records = [{"kind": "bits_per_byte", "step": 3, "bits_per_byte": 0.5}]
+    log = []
+    sent = []
     trackers = Trackers(job_of(tmp_path), log.append)
     trackers.senders["wandb"] = lambda *_: 1 / 0
     for _ in range(2):

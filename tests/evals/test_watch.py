@@ -74,7 +74,8 @@ def test_wanted_steps_in_order_the_last_one_too(tmp_path, monkeypatch):
         save(tmp_path, step)
     damaged = save(tmp_path, 30)
     next(damaged.glob("*.distcp")).unlink()
-    watcher, sent = Played(tmp_path), []
+    watcher = Played(tmp_path)
+    sent = []
     monkeypatch.setattr(watcher.trackers, "give", lambda records: sent.append(len(records)))
     assert watcher.look_once() == 0
     assert read_evaluated(tmp_path) == speed_at(1, 10, 20, 35)
@@ -111,7 +112,8 @@ class Dying:
     """Commands that do half of their work, die `deaths` times and resume; then the run is done."""
 
     def __init__(self, deaths):
-        self.deaths, self.runs = deaths, 0
+        self.deaths = deaths
+        self.runs = 0
 
     def __call__(self, watcher, step, words):
         if words[0] == EXPORT:
@@ -138,7 +140,8 @@ def test_a_command_that_dies_goes_on_where_it_was(tmp_path, monkeypatch):
 
 def test_a_command_is_given_up_after_its_retries(tmp_path, monkeypatch):
     monkeypatch.setattr(watch, "RETRY_AFTER_S", (0.0, 0.0))
-    folder, dying = save(tmp_path, 10), Dying(99)
+    folder = save(tmp_path, 10)
+    dying = Dying(99)
     watcher = Played(tmp_path, dying)
     while work := watcher.next_work():
         watcher.evaluate(work)
@@ -180,7 +183,8 @@ def test_a_command_that_a_killed_watcher_left_is_waited_for(tmp_path):
     save(tmp_path, 10)
     out = tmp_path / ".evals-watch/step-10-0/records.jsonl"
     orphan = "import sys, pathlib; sys.stdin.read(); pathlib.Path(sys.argv[1]).write_text('orphan')"
-    command, ended = [sys.executable, "-c", orphan, str(out)], []
+    command = [sys.executable, "-c", orphan, str(out)]
+    ended = []
     with hold_lock(out.with_suffix(".lock"), "held by us") as lock:
         process = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[lock.fileno()])
 
@@ -210,7 +214,9 @@ def test_a_command_holds_the_lock_of_its_records(tmp_path, monkeypatch):
 def test_sigterm_ends_it_and_what_it_started(tmp_path, monkeypatch):
     # at the lowest priority: training comes first
     handlers = {}
-    nice, processes, start = [], [], subprocess.Popen
+    nice = []
+    processes = []
+    start = subprocess.Popen
 
     def get_terminated(process):
         monkeypatch.undo()

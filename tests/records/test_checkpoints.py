@@ -68,7 +68,8 @@ def test_the_last_good_one_is_never_deleted(folder):
 
 def test_one_that_is_deleted_meanwhile_is_not_complete(folder, monkeypatch):
     # The watcher of evaluations looks while the job deletes: once a FileNotFoundError ended it.
-    path, stat = folder / "step-10", Path.stat
+    path = folder / "step-10"
+    stat = Path.stat
     (path / "__1_0.distcp").write_bytes(b"")
 
     def then_deleted(self, **options):
@@ -117,8 +118,10 @@ def test_a_flipped_bit_in_the_index_never_crashes_the_start(tmp_path):
     # Without checksums, as of old: the checkpoint is used, or the one before; with them it is never
     # used.
     weights = {f"layer.{n}": torch.arange(10.0 + n) for n in range(4)}
-    folder, chance = tmp_path / "checkpoint", random.Random(0)
-    older, newest = folder / "step-10", folder / "step-20"
+    folder = tmp_path / "checkpoint"
+    chance = random.Random(0)
+    older = folder / "step-10"
+    newest = folder / "step-20"
     for path in (older, newest):
         save(path, {"model": weights, "step": 20, "text": "x" * 300})
     index = newest / ".metadata"

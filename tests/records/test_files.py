@@ -43,7 +43,8 @@ def test_a_cut_line_costs_only_itself(tmp_path):
 
 def test_lines_of_many_processes_are_all_there(tmp_path):
     # Every rank of a job that crashes appends its event at about the same time.
-    path, count = tmp_path / "lines.jsonl", 200
+    path = tmp_path / "lines.jsonl"
+    count = 200
     program = f"""
 import pathlib, sys
 from records.files import append_line

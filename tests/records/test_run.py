@@ -242,7 +242,8 @@ def wandb_id(run: Path, monkeypatch: pytest.MonkeyPatch, **given: str) -> str:
 
 
 def test_a_wandb_run_belongs_to_a_folder_and_not_to_its_path(tmp_path, monkeypatch):
-    run, other = tmp_path / "run", tmp_path / "container/run"
+    run = tmp_path / "run"
+    other = tmp_path / "container/run"
     for folder in (run, other):
         folder.mkdir(parents=True)
     first = wandb_id(run, monkeypatch)

@@ -26,10 +26,8 @@ if __name__ == "__main__":
 def test_workers_of_a_killed_process_end(tmp_path, context):
     script = tmp_path / "parent.py"
     script.write_text(POOL.format(context=context))
-    command, env = (
-        [sys.executable, str(script)],
-        {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-    )
+    command = [sys.executable, str(script)]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     with subprocess.Popen(command, env=env, text=True, **pipes) as parent:  # type: ignore[call-overload]
         workers = [psutil.Process(int(pid)) for pid in parent.stdout.readline().split()]

@@ -22,7 +22,8 @@ class FakeBucket(Served):
         self.objects = {sha1(each): gzip.compress(each) for each in contents}
         self.asked: Counter[str] = Counter()
         self.flaws: dict[str, list[int | bytes]] = {}
-        self.slow_s, self.down = slow_s, False
+        self.slow_s = slow_s
+        self.down = False
         self.app.add_url_rule("/content/<name>", "content", self.answer)
         self.url += "/content/{sha1}"
 

@@ -39,7 +39,8 @@ def fetch_contents(
 ) -> tuple[dict[str, Any], list[dict]]:
     """Counts and rows of all or some row groups of resolved.parquet."""
     given = Input("resolved", ("resolved.parquet",), content_url=url, max_missing_share=share)
-    path, raw = str(folder / "resolved.parquet"), folder / "raw.parquet"
+    path = str(folder / "resolved.parquet")
+    raw = folder / "raw.parquet"
     groups = groups or list(range(pq.read_metadata(path).num_row_groups))
     counts = content.fetch(path, "resolved", groups, given, raw, folder / "parts")
     return counts, pq.read_table(raw).to_pylist()
@@ -108,7 +109,8 @@ code = 1
 
 def test_contents_become_shards_and_missing_ones_stop_the_unit_alone(tmp_path, monkeypatch):
     monkeypatch.setattr(content, "UNIT_ROWS", 100)
-    contents, out = [*CONTENTS[:250], b"gr\xfc\xdfe " * 20], tmp_path / "out"
+    contents = [*CONTENTS[:250], b"gr\xfc\xdfe " * 20]
+    out = tmp_path / "out"
     write_resolved(tmp_path / "resolved.parquet", contents)
     with FakeBucket(contents[:100] + contents[110:]) as bucket:
         (tmp_path / "code.toml").write_text(RECIPE.format(url=bucket.url))

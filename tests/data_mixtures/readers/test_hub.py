@@ -52,7 +52,8 @@ def run_command(hub: FakeHub, name: str, path: Path, *more: str, token: str = ""
 
 @pytest.mark.job
 def test_plan_and_fetch_from_the_hub(hub, tmp_path):
-    path, out = recipe(tmp_path, {"name": "exact"}, GATED), tmp_path / "out"
+    path = recipe(tmp_path, {"name": "exact"}, GATED)
+    out = tmp_path / "out"
     assert not run_command(hub, "plan", path, token="good")
     planned = stage.find_plan(out, "exact")
     assert planned["revision"] == COMMIT
@@ -89,7 +90,8 @@ def test_a_mirror_is_checked_against_the_hub_s_hashes(hub, tmp_path):
 
 @pytest.mark.job
 def test_all_repositories_are_asked_before_anything_is_read(hub, tmp_path):
-    gone, old = {"name": "gone", "repo": "nobody/Gone"}, {"name": "old", "revision": "0000000"}
+    gone = {"name": "gone", "repo": "nobody/Gone"}
+    old = {"name": "old", "revision": "0000000"}
     path = recipe(tmp_path, {"name": "good"}, GATED, gone, old)
     head, *lines = run_command(hub, "plan", path)
     assert head == "error: 3 repositories cannot be read; nothing was read:"

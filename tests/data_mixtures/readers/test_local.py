@@ -66,7 +66,8 @@ BETWEEN = {"gz": b"\0" * 700, "zst": SKIPPABLE, "bz2": bz2.compress(b"")}
 
 @pytest.mark.parametrize("suffix", PACK)
 def test_what_is_packed_is_whole_or_damaged(suffix, tmp_path):
-    pack, path = PACK[suffix], tmp_path / f"a.jsonl.{suffix}"
+    pack = PACK[suffix]
+    path = tmp_path / f"a.jsonl.{suffix}"
     members = pack(RAW[:9000]) + pack(RAW[9000:])  # several, as `cat` makes them
     between = BETWEEN[suffix]
     stock = pack(b"") + pack(RAW[:9000]) + between + pack(RAW[9000:]) + between
@@ -140,7 +141,8 @@ def test_json_lines_end_at_newlines_alone(suffix, tmp_path):
     ],
 )
 def test_a_wrong_line_is_counted_with_its_place(line, reason, example, tmp_path):
-    path, dropped = tmp_path / "a.jsonl", local.Dropped()
+    path = tmp_path / "a.jsonl"
+    dropped = local.Dropped()
     path.write_bytes(b'{"text": "good"}\n' + line + b'\n{"text": "good too"}\n')
     assert texts(LINES, path, dropped=dropped) == ["good", "good too"]
     assert dropped == {reason: 1}
@@ -150,7 +152,8 @@ def test_a_wrong_line_is_counted_with_its_place(line, reason, example, tmp_path)
 @pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-32"])
 def test_a_file_of_another_encoding_gives_no_text_and_is_refused_at_the_start(encoding, tmp_path):
     # `json.loads` of bytes guesses per line: later lines then decode to other characters
-    path, dropped = tmp_path / "a.jsonl", local.Dropped()
+    path = tmp_path / "a.jsonl"
+    dropped = local.Dropped()
     path.write_bytes(('{"text": "日本語の文章です"}\n' * 40).encode(encoding))
     assert texts(LINES, path, dropped=dropped) == []
     assert (dropped, dropped.files) == ({"not_utf8": 1}, {str(path)})
@@ -186,10 +189,8 @@ def names(roots, *paths: str, **options) -> list[str]:
 def test_the_order_depends_on_names_below_a_root_alone_and_the_first_stay_the_first(
     folder, tmp_path
 ):
-    chosen, roots = (
-        Input("text", ("{corpus}/**/*.txt",), exclude=("*/3.txt",)),
-        {"corpus": str(folder)},
-    )
+    chosen = Input("text", ("{corpus}/**/*.txt",), exclude=("*/3.txt",))
+    roots = {"corpus": str(folder)}
     files = local.find(chosen, roots)
     found = [name for name, *_ in files]
     assert len(found) == 19
@@ -258,7 +259,8 @@ def test_documents_are_capped_and_cleaned_and_the_rest_is_counted(folder):
     (folder / "a/0.txt").write_bytes(b"\xff")
     (folder / "a/1.txt").write_text("   ")
     (folder / "b.jsonl").write_text('{"body": "one\\ud800 two"}\n{"body": null}\n')
-    paths, dropped = sorted((folder / "a").iterdir()), local.Dropped()
+    paths = sorted((folder / "a").iterdir())
+    dropped = local.Dropped()
     found = texts(TEXT, *paths, dropped=dropped)
     assert found == [path.read_text() for path in paths[2:]]
     assert dropped == {"not_utf8": 1, "no_text": 1}

@@ -146,7 +146,8 @@ def select(texts: Iterable[str], plan: Recipe) -> tuple[dict[int, str], list[int
         low = (digest % 2**64).to_bytes(8, "little")
         return xxhash.xxh3_64_intdigest(low, seed=plan.seed), digest
 
-    ordered, held_out = sorted(unique, key=find_key), plan.valid_per_10000 * 2**64 // 10_000
+    ordered = sorted(unique, key=find_key)
+    held_out = plan.valid_per_10000 * 2**64 // 10_000
     train = [digest for digest in ordered if digest % 2**64 >= held_out]
     return unique, train, [digest for digest in ordered if digest % 2**64 < held_out]
 

@@ -61,7 +61,8 @@ def plain_rule(texts: Texts, wanted: recipe.Recipe) -> list[str]:
 
 
 def test_it_is_the_plain_rule_over_sources_units_and_groups(tmp_path, monkeypatch):
-    wanted, draw = with_containment(["a", "b"]), random.Random(4)
+    wanted = with_containment(["a", "b"])
+    draw = random.Random(4)
     pieces = [words(draw, 30) for _ in range(40)]
 
     def piece() -> str:
@@ -77,7 +78,8 @@ def test_it_is_the_plain_rule_over_sources_units_and_groups(tmp_path, monkeypatc
 
 
 def test_what_lies_inside_training_text_goes_and_nothing_of_training(tmp_path):
-    wanted, draw = with_containment(["web", "book"]), random.Random(1)
+    wanted = with_containment(["web", "book"])
+    draw = random.Random(1)
     inside, alone, long = (text_around(draw, True, count=n) for n in (60, 60, 1200))
     quoted = text_around(draw, False, f"{inside} {words(draw, 9)}", 5)
     parts = [text_around(draw, False, " ".join(long.split()[at : at + 400]), 5) for at in (0, 400)]
@@ -89,7 +91,8 @@ def test_what_lies_inside_training_text_goes_and_nothing_of_training(tmp_path):
 
 
 def test_a_near_copy_that_is_left_out_of_training_contains_nothing(tmp_path):
-    wanted, draw = with_containment(["a"], minhash=True), random.Random(3)
+    wanted = with_containment(["a"], minhash=True)
+    draw = random.Random(3)
     held = text_around(draw, True, count=120)
     texts = {"a": [[text_around(draw, False, held, 1), held]]}
     assert find_contained(tmp_path / "both", texts, wanted) == []

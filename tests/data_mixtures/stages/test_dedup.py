@@ -105,7 +105,8 @@ def datatrove_pairs(folder: Path, texts: list[str], wanted: recipe.Dedup) -> set
 
 
 def test_bands_are_those_of_datatrove(tmp_path):
-    texts, wanted = list(dict.fromkeys(texts_of(1, 60, 6))), with_dedup(["a"])
+    texts = list(dict.fromkeys(texts_of(1, 60, 6)))
+    wanted = with_dedup(["a"])
     of_band = defaultdict(list)
     for i, text in enumerate(texts):
         for band in bands_of(text, wanted):
@@ -123,10 +124,8 @@ def test_who_stays_is_the_plain_rule_whatever_the_units_ranges_and_groups(
     texts = texts_of(seed, 30, 5)
     cuts = sorted(random.Random(seed).sample(range(len(texts)), 3))
     parts = [texts[a:b] for a, b in itertools.pairwise([0, *cuts, len(texts)])]
-    wanted, units = (
-        with_dedup(["a", "b"], buckets=4),
-        {"a": [*parts[:2], []], "b": [[], *parts[2:]]},
-    )
+    wanted = with_dedup(["a", "b"], buckets=4)
+    units = {"a": [*parts[:2], []], "b": [[], *parts[2:]]}
     stays = deduplicate(tmp_path / "whole", units, wanted)
     assert flat(stays) == find_remaining(units, wanted)
     assert 30 <= len(flat(stays)) < len(texts)

@@ -55,10 +55,8 @@ def column(done: filter.Filter, name: str) -> list:
 
 def test_every_reason_is_counted_and_the_rest_stays_in_order(out):
     texts = [*BAD, *GOOD[:120], *BAD, *GOOD[120:], f"{GOOD[9]}\0 and more\0", "\0\0"]
-    done, kept = (
-        run_filter(out, {"notes": [texts]}, recipe_with(out)),
-        [*GOOD, f"{GOOD[9]} and more"],
-    )
+    done = run_filter(out, {"notes": [texts]}, recipe_with(out))
+    kept = [*GOOD, f"{GOOD[9]} and more"]
     table, counts, _ = documents(done)
     assert table.column("text").to_pylist() == kept
     assert table.schema == filter.SCHEMA
@@ -119,15 +117,14 @@ def filter_parquet(out: Path, columns: dict[str, list], **entry: str) -> filter.
 
 
 def test_a_document_of_a_hub_source_is_cut_too_and_says_where_it_came_from(out):
-    long, endless = (
-        "".join(f"Line number {i} of a long file.\n" for i in range(600)),
-        "x\n" * 10_001,
-    )
+    long = "".join(f"Line number {i} of a long file.\n" for i in range(600))
+    endless = "x\n" * 10_001
     assert len(long) > 3 * RECIPE.max_document_chars
     columns = {"text": [*GOOD[:9], "short", long, endless, *GOOD[9:12]], "repo": [None] * 15}
     columns |= {"url": [f"http://{i}" for i in range(15)], "score": [1.0] * 15}
     done = filter_parquet(out, columns, path="data/0.parquet")
-    pieces, counts = column(done, "text")[9:-3], documents(done)[1]
+    pieces = column(done, "text")[9:-3]
+    counts = documents(done)[1]
     assert "".join(pieces) == long
     assert len(pieces) == 4
     assert max(map(len, pieces)) <= RECIPE.max_document_chars

@@ -34,15 +34,14 @@ def write(data):
 
 def test_files_and_fields(data):
     for source in SOURCES:
-        content, expected = (
-            read_json(data / source / "source.json"),
-            in_memory(TWO_TEXTS[source], TWO_SOURCES),
-        )
+        content = read_json(data / source / "source.json")
+        expected = in_memory(TWO_TEXTS[source], TWO_SOURCES)
         assert {path.name for path in (data / source).iterdir()} == {*expected, "source.json"}
         for entry in (*content["shards"], content["valid"]):
             assert (data / source / entry["name"]).read_bytes() == expected[entry["name"]]
             assert entry["sha256"] == digest(expected[entry["name"]])
-        texts, unique = TWO_TEXTS[source], set(TWO_TEXTS[source])
+        texts = TWO_TEXTS[source]
+        unique = set(TWO_TEXTS[source])
         assert content["documents"] == content["kept"] == len(unique)
         assert content["bytes"] == sum(len(text.encode()) for text in unique)
         assert content["tokens"] == content["bytes"] + 2 * len(unique)
@@ -108,7 +107,8 @@ def test_without_hard_links_files_are_copied(data, monkeypatch):
     def no_links(*args):
         raise OSError(errno.EXDEV, "cross-device link")
 
-    shard, before = data / "notes/shard-00000.bin", read_json(data / "notes/source.json")
+    shard = data / "notes/shard-00000.bin"
+    before = read_json(data / "notes/source.json")
     (data / "notes/source.json").unlink()
     with monkeypatch.context() as patch:
         patch.setattr(os, "link", no_links)

@@ -74,11 +74,9 @@ def test_a_lost_node_changes_no_byte(s3, cluster, recipe_path, tmp_path, monkeyp
     assert not list(toy.out.rglob("*.partial"))
 
     (tmp_path / "more").mkdir()
-    recipe, mirror, quiet = (
-        write_recipe(tmp_path / "more"),
-        str(tmp_path / "more/mirror"),
-        Console(quiet=True),
-    )
+    recipe = write_recipe(tmp_path / "more")
+    mirror = str(tmp_path / "more/mirror")
+    quiet = Console(quiet=True)
     prepare.prepare(recipe, tmp_path / "one", Options(), quiet, mirror=mirror)
     lost = lose_a_node(cluster, lambda: len(list((tmp_path / "many/filter").glob("*/unit-*"))) > 2)
     prepare.prepare(recipe, tmp_path / "many", RAY, quiet, mirror=mirror)

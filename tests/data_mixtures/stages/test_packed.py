@@ -30,7 +30,9 @@ PLAN = dataclasses.replace(plan_of(seq_len=48, windows_per_shard=20), packing="b
 def reference(texts: list[str]) -> dict[str, packing.Packed]:
     """Return the files of windows, from all texts in memory."""
     unique, train, valid = select(texts, PLAN)
-    files, at, parts = {}, 0, dict[str, list[int]]()
+    files = {}
+    at = 0
+    parts = dict[str, list[int]]()
     for digest in train:
         parts.setdefault(f"shard-{at // (48 * 20):05d}.bin", []).append(digest)
         at += len(tokens_of(unique[digest]))
@@ -50,7 +52,8 @@ def test_shards_are_those_of_the_reference(tmp_path, monkeypatch, texts):
     monkeypatch.setattr(sorted_runs, "RUNS", 2)
     monkeypatch.setattr(sorted_runs, "DOCUMENTS_PER_RANGE", 100)
     run_shuffle(tmp_path, PLAN, {"notes": texts}, units=6)
-    files, expected = read_written(tmp_path, "notes"), reference(texts)
+    files = read_written(tmp_path, "notes")
+    expected = reference(texts)
     assert len(expected) > 4
     for name, made in expected.items():
         assert files.pop(name) == made.tokens.tobytes()

@@ -106,7 +106,8 @@ OF_DOCUMENTS = ("tokens.bin", "documents.npy", "origins.bin", "tokens.bin.xxh3")
     ],
 )
 def test_a_flipped_bit_before_a_shard_stops_it_and_mends_itself(tmp_path, tiny, units, made, files):
-    plan, parts = plan_of(valid_per_10000=3000), split(texts_of(100), units)
+    plan = plan_of(valid_per_10000=3000)
+    parts = split(texts_of(100), units)
     done = MADE_BY.index(made)
     for name in files:
         out = tmp_path / name

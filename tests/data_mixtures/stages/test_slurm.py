@@ -24,7 +24,8 @@ def test_the_script_prepares_on_all_nodes_of_a_job(recipe_path, tmp_path):
     pytest.importorskip("ray")
     prepare_folder(recipe_path, tmp_path / "one")
     (tmp_path / "cluster").mkdir()
-    log, out = tmp_path / "log", tmp_path / "out"
+    log = tmp_path / "log"
+    out = tmp_path / "out"
     with SlurmCluster(tmp_path / "cluster") as cluster:
         cluster.env["BIN"] = str(Path(sys.executable).parent)
         script = ["data_mixtures/ray.sbatch", "prepare", str(recipe_path), "--out", str(out)]

@@ -62,7 +62,8 @@ def test_folders_are_matched_exactly_and_columns_are_read(tmp_path, mirror):
     }
     both = {"name": "both", "configs": '["4plus_MIND", "4plus"]'}
     make_plan(recipe(tmp_path, {"name": "exact"}, LONGER, content, both), out, mirror)
-    exact, longer = list_paths(out, "exact"), list_paths(out, "longer")
+    exact = list_paths(out, "exact")
+    longer = list_paths(out, "longer")
     assert exact == [f"4plus/part_{number:06d}.parquet" for number in range(3)]
     assert longer == ["4plus_MIND/part_000000.parquet"]
     assert list_paths(out, "both") == longer + exact
@@ -105,7 +106,8 @@ def test_a_plan_is_kept_and_extended(tmp_path, mirror):
 
 def test_a_local_mirror_is_linked_and_any_other_is_copied(tmp_path, mirror, monkeypatch):
     # a symbolic link, as in the Hugging Face hub's cache, is linked to its target
-    path, blob = recipe(tmp_path, {"name": "exact"}), mirror / "blob"
+    path = recipe(tmp_path, {"name": "exact"})
+    blob = mirror / "blob"
     linked_file = mirror / REPO / "4plus/part_000001.parquet"
     linked_file.rename(blob)
     linked_file.symlink_to(os.path.relpath(blob, linked_file.parent))
@@ -119,7 +121,8 @@ def test_a_local_mirror_is_linked_and_any_other_is_copied(tmp_path, mirror, monk
     for number in range(3):
         source = mirror / REPO / f"4plus/part_{number:06d}.parquet"
         name = f"fetch/exact/unit-{number:05d}/raw.parquet"
-        linked, copied = tmp_path / "linked" / name, tmp_path / "copied" / name
+        linked = tmp_path / "linked" / name
+        copied = tmp_path / "copied" / name
         assert os.path.samefile(source, linked)
         assert not linked.is_symlink()
         assert not os.path.samefile(source, copied)
@@ -140,7 +143,8 @@ def test_a_local_mirror_is_linked_and_any_other_is_copied(tmp_path, mirror, monk
     ],
 )
 def test_a_damaged_file_is_refused_and_the_next_start_goes_on(tmp_path, mirror, damage, message):
-    path, out = recipe(tmp_path, {"name": "exact"}), tmp_path / "out"
+    path = recipe(tmp_path, {"name": "exact"})
+    out = tmp_path / "out"
     make_plan(path, out, mirror)
     victim = mirror / REPO / "4plus/part_000001.parquet"
     whole = victim.read_bytes()
@@ -176,7 +180,8 @@ def test_what_may_pass_is_tried_again():
 
 
 def test_budget_and_disk_are_checked_before_anything_is_read(tmp_path, mirror, monkeypatch):
-    path, out = recipe(tmp_path, {"name": "exact"}, LONGER), tmp_path / "out"
+    path = recipe(tmp_path, {"name": "exact"}, LONGER)
+    out = tmp_path / "out"
     size = sum(each.stat().st_size for each in (mirror / REPO).glob("4plus*/*.parquet"))
     over = rf"0 bytes are fetched and {size:,} are to come, more than --bud"
     with pytest.raises(ValueError, match=over):
@@ -223,15 +228,12 @@ def texts(out: Path) -> list[str]:
 
 
 def test_a_changed_local_file_is_read_again_and_a_new_time_alone_gives_the_same(tmp_path, notes):
-    path, out = (
-        write_local_recipe(tmp_path, f'{{ kind = "text", paths = ["{notes}/*.txt"] }}'),
-        tmp_path / "out",
-    )
-    unit, work = Unit("notes", 0), fetch_all(path, out)
-    before, hash_before = (
-        stage.read_receipt(out, "fetch", unit),
-        stage.find_plan(out, "notes")["plan_hash"],
-    )
+    path = write_local_recipe(tmp_path, f'{{ kind = "text", paths = ["{notes}/*.txt"] }}')
+    out = tmp_path / "out"
+    unit = Unit("notes", 0)
+    work = fetch_all(path, out)
+    before = stage.read_receipt(out, "fetch", unit)
+    hash_before = stage.find_plan(out, "notes")["plan_hash"]
     os.utime(notes / "3.txt", ns=(1, 1))
     make_plan(path, out)
     assert not stage.is_done(work, unit)
@@ -276,10 +278,8 @@ out.mkdir(parents=True)
 def test_a_program_of_the_recipe_writes_text_before_it_is_looked_for(tmp_path, monkeypatch):
     (tmp_path / "our_corpus.py").write_text(CORPUS)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    path, out = (
-        write_local_recipe(tmp_path, '{ kind = "jsonl", paths = ["{corpus}/*.jsonl"] }'),
-        tmp_path / "out",
-    )
+    path = write_local_recipe(tmp_path, '{ kind = "jsonl", paths = ["{corpus}/*.jsonl"] }')
+    out = tmp_path / "out"
     path.write_text(path.read_text().replace("seed = 11", 'seed = 11\ncorpus = "our_corpus"'))
     fetch_all(path, out)
     assert texts(out) == ["a line of the corpus"]

@@ -108,10 +108,8 @@ def write(folder: Path) -> Path:
     (folder / "quiz.jsonl").write_text(json.dumps({"question": QUESTION}))
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     made = Tokenizer(models.BPE({each: n for n, each in enumerate(alphabet)}, []))
-    made.pre_tokenizer, made.decoder = (
-        pre_tokenizers.ByteLevel(add_prefix_space=False),
-        decoders.ByteLevel(),
-    )
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
     made.add_special_tokens(["<s>", "</s>"])
     made.save(str(folder / "tokenizer.json"))
     (folder / "recipe.toml").write_text(RECIPE)

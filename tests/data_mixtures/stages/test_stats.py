@@ -34,7 +34,8 @@ def test_counts_are_those_of_the_texts(data):
     found = stats.write(data, SOURCES, console, workers=2)
     assert read_json(data / "stats.json") == found
     for source in SOURCES:
-        facts, unique = found["sources"][source], set(TEXTS[source])
+        facts = found["sources"][source]
+        unique = set(TEXTS[source])
         assert facts["documents"] == len(unique)
         assert facts["tokens"] == sum(len(tokens_of(text)) for text in unique)
         assert facts["dropped"]["duplicate"] == len(TEXTS[source]) - len(unique)

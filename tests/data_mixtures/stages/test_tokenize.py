@@ -42,7 +42,8 @@ def test_documents_in_shuffled_order_with_their_tokens(tmp_path, monkeypatch):
     texts[17] = texts[3]
     done = run_tokenize(tmp_path / "out", {"a": [texts, []], "b": [notes(20, 4)]})
     folder, receipt = stage.result(done.out, "tokenize", stage.Unit("a", 0))
-    documents, tokens = np.load(folder / INDEX), np.fromfile(folder / TOKENS, "<u2")
+    documents = np.load(folder / INDEX)
+    tokens = np.fromfile(folder / TOKENS, "<u2")
     assert documents.dtype == DOCUMENT
     ordered = sorted(texts, key=lambda text: place(text, seed=11))
     processor = sentencepiece.SentencePieceProcessor(
@@ -82,8 +83,10 @@ def place(text: str, seed: int) -> tuple[int, int]:
 
 
 def test_units_do_not_change_the_tokenizer_nor_the_sample(tmp_path):
-    texts, other = notes(300), notes(40, 9)
-    one, three = tmp_path / "one", tmp_path / "three"
+    texts = notes(300)
+    other = notes(40, 9)
+    one = tmp_path / "one"
+    three = tmp_path / "three"
     run_tokenize(one, {"a": [texts], "b": [other]})
     done = run_tokenize(three, {"a": [texts[200:], texts[:50], texts[50:200]], "b": [other]})
     assert (one / "tokenizer.model").read_bytes() == (three / "tokenizer.model").read_bytes()
@@ -94,7 +97,8 @@ def test_units_do_not_change_the_tokenizer_nor_the_sample(tmp_path):
 
 
 def test_a_tokenizer_is_brought_along(tmp_path):
-    out, texts = tmp_path / "out", {"a": [notes(100)]}
+    out = tmp_path / "out"
+    texts = {"a": [notes(100)]}
     run_tokenize(out, texts)
     model = out / "tokenizer.model"
     other = tmp_path / "mine.model"

@@ -25,7 +25,8 @@ NAMES = {"nan": float("nan"), "inf": float("inf")}
 def verdict(dataset, entry_point, arguments, expected, returned, atol):
     code = "nan, inf = float('nan'), float('inf')\n"
     code += f"values = iter({returned})\ndef {entry_point}(*arguments):\n    return next(values)\n"
-    inputs, wanted = eval(arguments, dict(NAMES)), eval(expected, dict(NAMES))
+    inputs = eval(arguments, dict(NAMES))
+    wanted = eval(expected, dict(NAMES))
     status, _ = untrusted_check(
         dataset, code, inputs, entry_point, wanted, atol, [0.0] * len(inputs), True
     )

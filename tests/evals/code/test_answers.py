@@ -70,7 +70,8 @@ def test_a_run_continues_where_it_ended(endpoint, tmp_path):
     ):
         collect_from(endpoint, tmp_path)
     assert len(read_lines(tmp_path / "answers.jsonl")) == 1
-    endpoint.statuses, endpoint.seen = [], []
+    endpoint.statuses = []
+    endpoint.seen = []
     for of, requests in (("m", 2), ("m", 2), ("other settings", 5), ("m", 5)):
         rows = collect_from(endpoint, tmp_path, of=of)
         assert [row["task_id"] for row in rows] == [p["task_id"] for p in PROBLEMS]
@@ -89,10 +90,8 @@ def test_a_failure_loses_no_answer_that_arrived(tmp_path):
         answered.release()
         return "", "stop"
 
-    scorer, dataset = (
-        SimpleNamespace(parallel=2, generate=generate),
-        open_dataset(write_dataset(tmp_path / "d")),
-    )
+    scorer = SimpleNamespace(parallel=2, generate=generate)
+    dataset = open_dataset(write_dataset(tmp_path / "d"))
     with pytest.raises(ValueError, match="broken"):
         collect(dataset, scorer, GREEDY, False, Partial(tmp_path / "a"), "m")
     assert len(read_lines(tmp_path / "a")) == len(PROBLEMS) - 1
@@ -109,7 +108,8 @@ def test_a_refusal_is_not_asked_again(endpoint, tmp_path):
 
 
 def test_the_engine_answers_chats(folder):
-    scorer, turns = open_scorer(folder, Source()), [{"role": "user", "content": "double it"}]
+    scorer = open_scorer(folder, Source())
+    turns = [{"role": "user", "content": "double it"}]
     template = load_tokenizer(folder).apply_chat_template
     ids = template(turns, add_generation_prompt=True, return_dict=True)["input_ids"]
     new = scorer.engine.generate(ids, max_new_tokens=12, temperature=0.9, seed=11)

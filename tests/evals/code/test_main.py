@@ -34,8 +34,10 @@ def test_pass_at_k_is_the_mean_over_all_choices():
 @needs_sandbox
 def test_the_command(endpoint, tmp_path):
     # of two calls, the second finds its answers and its expected outputs
-    path, out = write_dataset(tmp_path / "d.jsonl"), tmp_path / "evals.jsonl"
-    source, scoring = Source(base_url=endpoint.url), Scoring(cache=tmp_path / "cache")
+    path = write_dataset(tmp_path / "d.jsonl")
+    out = tmp_path / "evals.jsonl"
+    source = Source(base_url=endpoint.url)
+    scoring = Scoring(cache=tmp_path / "cache")
     records = [
         main(
             dataset=path,

@@ -59,7 +59,8 @@ INPUTS = [  # task, an input as JSON, as its function takes it
 def theirs(lines: list[str]):
     script = Path(__file__).with_name("evalplus_verdicts.py")
     env = {**os.environ, "PYTHONPATH": str(EVALPLUS)}
-    command, text = [sys.executable, script], "\n".join(lines)
+    command = [sys.executable, script]
+    text = "\n".join(lines)
     done = subprocess.run(
         command, input=text, env=env, capture_output=True, text=True, timeout=1100
     )
@@ -92,7 +93,8 @@ def test_the_rules_by_hand():
 @needs_evalplus
 @pytest.mark.rotate
 def test_evalplus_finds_the_same():
-    cases, verdicts = [], []
+    cases = []
+    verdicts = []
     for dataset, name, atol, expected, right, wrong in RULES:
         arguments = [ARGUMENTS.get(name, [8])]
         for values, verdict in ((right, True), (wrong, False)):

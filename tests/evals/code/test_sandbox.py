@@ -183,7 +183,9 @@ def test_a_solution_dies_with_its_judge(open_folder, user, loop):
     started = process.stdout.readline()
     if not started and user:
         pytest.skip("no sandbox for ordinary users here")
-    below, todo, known = set(), [int(started)], parents()
+    below = set()
+    todo = [int(started)]
+    known = parents()
     while todo:
         pid = todo.pop()
         below.add(pid)

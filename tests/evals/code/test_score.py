@@ -99,7 +99,8 @@ def test_hostile_solutions_fail_and_harm_nobody(tmp_path, monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", "k")
     judge = judge_of(tmp_path, min_time_limit_s=1.0)  # as long as the endless ones run
     assert judge.control()["passed"] == 3  # also makes the expected outputs
-    victim, new = tmp_path / "victim", tmp_path / "new"
+    victim = tmp_path / "victim"
+    new = tmp_path / "new"
     victim.write_text("whole")
     victim.chmod(0o666)
     tmp_path.chmod(0o777)
@@ -139,7 +140,8 @@ def test_solutions_that_lie_about_their_tests_are_wrong(tmp_path):
     judge = judge_of(tmp_path, problems=[PROBLEMS[0], third, counts])
     scored = scores_of(judge, {n: [*wrong[n].values(), *right[n].values()] for n in wrong})
     for number in wrong:
-        names, verdicts = [*wrong[number], *right[number]], scored[f"HumanEval/{number}"]
+        names = [*wrong[number], *right[number]]
+        verdicts = scored[f"HumanEval/{number}"]
         passed = {name for name, (_, plus) in zip(names, verdicts, strict=True) if plus}
         assert passed == {*right[number]}
 

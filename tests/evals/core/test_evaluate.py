@@ -40,8 +40,10 @@ LABELS = ["copa", "winograd", "coqa"]
 
 def check_answer(model: torch.nn.Module, scorer: Scorer, item: Item, answer: ItemAnswer) -> bool:
     """Compare an answer with a float64 pass over each whole prompt; return whether it is right."""
-    scores, right = [scores_of(model, *prompt) for prompt in item.prompts], answer["right"]
-    losses, gold = [-each.logprobs.mean() for each in scores], answer["gold"]
+    scores = [scores_of(model, *prompt) for prompt in item.prompts]
+    right = answer["right"]
+    losses = [-each.logprobs.mean() for each in scores]
+    gold = answer["gold"]
     if len(scores) == 1:
         assert right == scores[0].greedy.all()
     else:
@@ -62,7 +64,8 @@ def check_answer(model: torch.nn.Module, scorer: Scorer, item: Item, answer: Ite
 def test_answers_of_each_type_against_plain_sums(tmp_path, write):
     model = write(tmp_path / "model")
     scorer = open_scorer(tmp_path / "model", Source(device="cpu"))
-    bundle, choices = write_bundle(tmp_path, LABELS), []
+    bundle = write_bundle(tmp_path, LABELS)
+    choices = []
     protocols: tuple[Protocol, ...] = ("nanochat", "dclm")
     for protocol, label, shots in itertools.product(protocols, LABELS, (None, 2)):
         chosen = task(label) if shots is None else dataclasses.replace(task(label), shots=shots)
@@ -145,7 +148,8 @@ def test_an_item_that_does_not_fit_makes_its_task_missing(tmp_path):
 
 
 def test_all_tasks_give_core(folder, tmp_path, monkeypatch):
-    bundle, text = write_bundle(tmp_path, [t.label for t in TASKS]), StringIO()
+    bundle = write_bundle(tmp_path, [t.label for t in TASKS])
+    text = StringIO()
     for module in ("evals.tables", "evals.core.evaluate"):
         monkeypatch.setattr(f"{module}.console", Console(file=text, width=80))
     record = run(folder, tmp_path, protocol="dclm")

@@ -96,7 +96,8 @@ CHATS = [  # the last is a user's message, which an assistant's answer follows
 
 
 def test_bos_is_a_choice_and_in_a_conversation_the_templates(model, hf_dir, tmp_path, monkeypatch):
-    bos, plain_ids = model.tokenizer.bos_token_id, model.tok_encode("x", add_special_tokens=False)
+    bos = model.tokenizer.bos_token_id
+    plain_ids = model.tok_encode("x", add_special_tokens=False)
     folder = Path(
         shutil.copytree(hf_dir, tmp_path / "bare", ignore=shutil.ignore_patterns(".packed"))
     )
@@ -140,7 +141,8 @@ def test_prompts_that_do_not_fit_are_cut_with_a_warning_and_counted(hf_dir, mode
         score_pairs(short, [("x", text)])
     short.scorer.close()
     # in a record, of the prompts that lm-eval reports
-    samples, room = [{"arguments": [("x", " y"), (text, {"max_gen_toks": 10})]}], len(ids)
+    samples = [{"arguments": [("x", " y"), (text, {"max_gen_toks": 10})]}]
+    room = len(ids)
     for length, cut in ((room + 10, 0), (room, 1), (1, 2)):
         view = SimpleNamespace(
             max_length=length, scoring_room=length + 1, tok_encode=model.tok_encode
@@ -149,7 +151,8 @@ def test_prompts_that_do_not_fit_are_cut_with_a_warning_and_counted(hf_dir, mode
 
 
 def test_generation_ends_where_the_task_says(model):
-    prompt, write = "def f(x):\n", model.scorer.engine.generate_text
+    prompt = "def f(x):\n"
+    write = model.scorer.engine.generate_text
     whole = write(prompt, max_new_tokens=40)
     stop = whole[5:8]
     sampled = {"temperature": 1.5, "top_k": 40}
@@ -211,7 +214,8 @@ def test_task_files_of_ones_own_are_answered_and_go_on_when_they_end_in_the_midd
         hf_dir, own_tasks, Source("engine", "cpu"), About(tmp_path / "whole/evals.jsonl", 3)
     )
     check_own_tasks(whole, tmp_path / "whole", model)
-    generate, most_texts = EngineScorer.generate, 2
+    generate = EngineScorer.generate
+    most_texts = 2
     asked = []
 
     def interrupt(self, ids, *args, **sampling):

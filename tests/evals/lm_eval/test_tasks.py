@@ -88,7 +88,8 @@ def test_all_eleven_tasks_are_scored_at_both_lengths(data, tmp_path, monkeypatch
         ]
 
     monkeypatch.setattr(ScorerLM, "generate_until", know_half)
-    hf_dir, about = tmp_path / "hf", About(tmp_path / "evals.jsonl", 7, phase="phase1")
+    hf_dir = tmp_path / "hf"
+    about = About(tmp_path / "evals.jsonl", 7, phase="phase1")
     write_tiny(hf_dir, context=4224, **PIECES)
     record = main(hf_dir, Questions("ruler", limit=1, data=data), about=about)
     assert read_lines(tmp_path / "evals.jsonl") == [record]
