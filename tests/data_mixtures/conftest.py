@@ -116,9 +116,9 @@ def run_shell(script: str, folder: Path, **environment: str) -> str:
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     environment = {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), **environment}
     line = ["bash", "-euc", script]
-    done = subprocess.run(line, cwd=folder, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    return done.stdout + done.stderr
+    process = subprocess.run(line, cwd=folder, env=environment, capture_output=True, text=True)
+    assert process.returncode == 0, process.stdout[-3000:] + process.stderr[-3000:]
+    return process.stdout + process.stderr
 
 
 def files_of(folder: Path) -> dict[str, bytes]:
@@ -189,16 +189,16 @@ def write_counting(
     (folder / source).mkdir()
     tokens = (begin + np.arange(count * seq_len + 1)).astype(np.uint16)
     stride = per_shard * seq_len
-    written = []
+    entries = []
     for number, first in enumerate(range(0, count * seq_len, stride)):
         part = tokens[first : first + stride + 1]
-        written.append(
+        entries.append(
             shards.write_windows(folder / source / f"shard-{number:05d}.bin", part, seq_len)
         )
     valid = shards.write_windows(folder / source / shards.VALID, tokens, seq_len)
     facts = dict(zip(shards.TOKENIZER_FACTS, ("t", 65_536, 2, 1, 2), strict=True))
     manifest = {"category": "web", "seq_len": seq_len, **facts, "windows": count}
-    shards.write_manifest(folder / source, {**manifest, "shards": written, "valid": valid})
+    shards.write_manifest(folder / source, {**manifest, "shards": entries, "valid": valid})
 
 
 @pytest.fixture

@@ -30,8 +30,8 @@ def make_prepared(folder: Path) -> None:
 @pytest.fixture
 def folder(shared, tmp_path):
     """Return tmp_path with hub.toml, its mirror, and whole/, which `prepare` made of them."""
-    made = shared("two_hub_sources", make_prepared)
-    subprocess.run(["cp", "-a", f"{made}/.", tmp_path], check=True)  # links stay links
+    prepared = shared("two_hub_sources", make_prepared)
+    subprocess.run(["cp", "-a", f"{prepared}/.", tmp_path], check=True)  # links stay links
     return tmp_path
 
 
@@ -153,13 +153,13 @@ def test_a_file_of_the_mirror_that_changed_in_place_is_named(run, folder):
     for name in ("plan", "fetch"):
         run(name)
     original = folder / "mirror" / REPO / "4plus/part_000001.parquet"
-    whole = original.read_bytes()
-    original.write_bytes(whole[:99] + bytes([whole[99] ^ 1]) + whole[100:])
+    before = original.read_bytes()
+    original.write_bytes(before[:99] + bytes([before[99] ^ 1]) + before[100:])
     for _ in range(2):  # it is not taken for what was fetched, however often one starts
         linked = r"fetch/plus/unit-00001/raw.parquet .* It is a link of a mirror's file"
         assert_refused(run, "filter", linked)
         run("fetch")
-    original.write_bytes(whole)
+    original.write_bytes(before)
     run("filter")
 
 

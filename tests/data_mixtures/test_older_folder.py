@@ -15,7 +15,7 @@ from data_mixtures.stages.run import Options
 
 ASSET = Path(__file__).with_name("older_folder.tar.xz")
 STAGES = ("filter", "tokenize", "order", "shuffle")  # were of format 1
-READ = "84ef2563e110aebf4c47a2aca5c94b5761791364e2a70e8b1552329fc040104c"  # sha256 of its first 100 sequences
+TOKENS_SHA256 = "84ef2563e110aebf4c47a2aca5c94b5761791364e2a70e8b1552329fc040104c"  # sha256 of its first 100 sequences
 
 
 def test_a_folder_of_older_code_is_read_and_prepared_further(tmp_path):
@@ -26,13 +26,13 @@ def test_a_folder_of_older_code_is_read_and_prepared_further(tmp_path):
     files = sorted((out / "lines").glob("*.bin"))
     before = [path.read_bytes() for path in files]
     tokens, _ = mixture.Mixture.open(lock).sequences(0, 100)
-    assert hashlib.sha256(tokens.tobytes()).hexdigest() == READ
+    assert hashlib.sha256(tokens.tobytes()).hexdigest() == TOKENS_SHA256
     pinned = mixture.read_lock(lock)["fingerprint"]
     console = Console(record=True, width=200)
     prepare.prepare(tmp_path / "recipe.toml", out, Options(), console)
-    done = dict(re.findall(r"^(\w+) +(\d+) units done", console.export_text(), re.MULTILINE))
-    assert int(done.pop("fetch")) == 1  # its file is in another place, and has the same text
+    units = dict(re.findall(r"^(\w+) +(\d+) units done", console.export_text(), re.MULTILINE))
+    assert int(units.pop("fetch")) == 1  # its file is in another place, and has the same text
     same = [name for name in STAGES if stage.FORMATS[name] == 1]
-    assert {name: done[name] for name in same} == dict.fromkeys(same, "0")
+    assert {name: units[name] for name in same} == dict.fromkeys(same, "0")
     assert [path.read_bytes() for path in files] == before
     assert mixture.read_lock(lock)["fingerprint"] == pinned

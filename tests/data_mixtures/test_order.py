@@ -19,7 +19,7 @@ def worst_deviation(places, weights):
     return np.abs(served * total - due).max() / total
 
 
-def bound(weights):
+def tijdeman_bound(weights):
     """Tijdeman's bound for the sources that have a weight."""
     return 1 - 1 / max(2 * np.count_nonzero(weights) - 2, 1)
 
@@ -31,7 +31,7 @@ def bound(weights):
 @example([1] * 40 + [400] + [23] * 17)  # the largest deficit first is late by more than a sequence
 def test_any_weights_deviate_by_less_than_a_sequence(weights):
     places, _ = order.pattern(weights)
-    assert worst_deviation(places, weights) <= bound(weights) < 1
+    assert worst_deviation(places, weights) <= tijdeman_bound(weights) < 1
 
 
 def read_strides(windows, begin=0):
@@ -42,10 +42,10 @@ def read_strides(windows, begin=0):
 @settings(max_examples=60)
 @given(st.integers(1, 4000), st.integers(0, 2**63 - 1), st.integers(1, 200))
 def test_epoch_0_reads_each_window_once_and_those_of_a_document_far_apart(windows, seed, apart):
-    read = read_strides(windows, order.begin(seed, "web", "shard-00000.bin", windows))
+    windows_in_order = read_strides(windows, order.begin(seed, "web", "shard-00000.bin", windows))
     place = np.empty(windows, dtype=np.int64)
-    place[read] = np.arange(windows)
-    assert np.array_equal(np.sort(read), np.arange(windows))
+    place[windows_in_order] = np.arange(windows)
+    assert np.array_equal(np.sort(windows_in_order), np.arange(windows))
     if apart < windows:
         # of all pairs of windows that lie so far apart
         distance = np.abs(place[apart:] - place[:-apart])
@@ -99,8 +99,8 @@ def test_permutation_depends_on_seed_source_and_epoch():
 @given(WEIGHTS, st.integers(0, 20_000))
 def test_closed_form_counts_equal_counted_ones(weights, sequences):
     places, _ = order.pattern(weights)
-    counted = np.bincount(places[np.arange(sequences) % len(places)], minlength=len(weights))
-    assert order.count_served(weights, places, sequences).tolist() == counted.tolist()
+    counts = np.bincount(places[np.arange(sequences) % len(places)], minlength=len(weights))
+    assert order.count_served(weights, places, sequences).tolist() == counts.tolist()
 
 
 @pytest.mark.parametrize(

@@ -74,7 +74,9 @@ def run(folder: Path, text: str, out: str = "out", mirror: str | None = None) ->
 
 def own(*inputs: str, more: str = "") -> str:
     """Return a recipe of short sequences with one source for each input."""
-    tables = "".join(f"[sources.s{n}]\ninputs = [{each}]\n" for n, each in enumerate(inputs))
+    tables = "".join(
+        f"[sources.s{n}]\ninputs = [{text_input}]\n" for n, text_input in enumerate(inputs)
+    )
     weights = "".join(f"s{n} = 1\n" for n in range(len(inputs)))
     return f'tokenizer = "tokenizer.json"\nseq_len = 64\n{more}\n{tables}[phase1]\n{weights}'
 
@@ -88,7 +90,7 @@ def list_planned(folder: Path, source: str) -> list[str]:
 
 def origins_of(folder: Path, source: str, unit: int) -> list[dict]:
     path = folder / f"out/filter/{source}/unit-{unit:05d}/documents.parquet"
-    return [json.loads(each) for each in pq.read_table(path)["origin"].to_pylist()]
+    return [json.loads(origin) for origin in pq.read_table(path)["origin"].to_pylist()]
 
 
 def test_the_shortest_recipe_makes_a_mixture(folder):
@@ -133,7 +135,7 @@ def test_large_files_are_split_into_units_and_nothing_else_changes(folder, monke
     pq.write_table(pa.table(columns), folder / "b/large.parquet", row_group_size=7)
     limits = "max_dropped_share = 0.5\nvalid_per_10000 = 500"
     recipe = own(JSONL.replace(".gz", ""), PARQUET, more=limits)
-    made = {}
+    results = {}
     units = {}
     # byte ranges of JSON lines, row groups of Parquet: shards and origins do not depend on the size
     for size in (1 << 26, 3000, 700):
@@ -143,21 +145,20 @@ def test_large_files_are_split_into_units_and_nothing_else_changes(folder, monke
         units[size] = [len(stage.list_units(out, name)) for name in ("s0", "s1")]
         manifests = [shards.read_manifest(out / name) for name in ("s0", "s1")]
         facts = [
-            [each[key] for key in ("read", "kept", "dropped", "content_sha256")]
-            for each in manifests
+            [row[key] for key in ("read", "kept", "dropped", "content_sha256")] for row in manifests
         ]
         origins = [
             shards.read_documents(path)[2].to_pylist() for path in sorted(out.glob("s?/*.docs.zst"))
         ]
-        made[size] = facts, origins
-    assert made[1 << 26] == made[3000] == made[700]
+        results[size] = facts, origins
+    assert results[1 << 26] == results[3000] == results[700]
     assert units[1 << 26] == [1, 3]
     assert min(units[3000]) >= 10
-    origins = itertools.chain.from_iterable(made[700][1])
-    rows = [json.loads(each) for each in origins if "corpus/all.jsonl" in each]
+    origins = itertools.chain.from_iterable(results[700][1])
+    rows = [json.loads(row) for row in origins if "corpus/all.jsonl" in row]
     lines = (folder / "corpus/all.jsonl").read_bytes().split(b"\n")
     assert len(rows) > 40
-    assert all(json.loads(lines[each["row"]]).get("url") == each.get("url") for each in rows)
+    assert all(json.loads(lines[row["row"]]).get("url") == row.get("url") for row in rows)
 
 
 def test_parquet_of_other_writers_gives_the_text_of_json_lines(folder):
@@ -173,9 +174,9 @@ def test_parquet_of_other_writers_gives_the_text_of_json_lines(folder):
     inputs = [JSONL.replace("corpus/*.jsonl.gz", "lines.jsonl")]
     inputs += [PARQUET.replace("*", number) for number in "01"]
     run(folder, own(*inputs))
-    made = [shards.read_manifest(folder / f"out/s{n}") for n in range(3)]
-    assert len({manifest["content_sha256"] for manifest in made}) == 1
-    assert made[0]["kept"] == 30
+    manifests = [shards.read_manifest(folder / f"out/s{n}") for n in range(3)]
+    assert len({manifest["content_sha256"] for manifest in manifests}) == 1
+    assert manifests[0]["kept"] == 30
     # two columns may have one name
     pq.write_table(pa.table([view, view], names=["content"] * 2), folder / "b/0.parquet")
     with pytest.raises(ValueError, match="has 2 columns named content; give them other names"):
@@ -194,7 +195,7 @@ def test_names_that_read_as_patterns_are_names_in_a_recipe(folder):
 
 
 def test_a_missing_field_or_column_is_named_before_anything_is_read(folder):
-    wrong = [each.replace("content", "body") for each in (JSONL, PARQUET)]
+    wrong = [line.replace("content", "body") for line in (JSONL, PARQUET)]
     with pytest.raises(
         ValueError, match="2 sources are not as the recipe says; nothing was read"
     ) as caught:
@@ -226,7 +227,9 @@ def test_too_much_that_cannot_be_read_stops_the_run(folder):
         run(folder, text)
     run(folder, text.replace("seq_len", "max_dropped_share = 0.6\nseq_len"))
     assert shards.read_manifest(folder / "out/s0")["dropped"]["not_utf8"] == 10
-    broken = [each.encode() + b"\xfc" * (n % 3 == 0) for n, each in enumerate(write_text(1, 30))]
+    broken = [
+        passage.encode() + b"\xfc" * (n % 3 == 0) for n, passage in enumerate(write_text(1, 30))
+    ]
     pq.write_table(pa.table({"content": pa.array(broken, pa.binary())}), folder / "b/0.parquet")
     (folder / "b/1.parquet").unlink()
     with pytest.raises(
@@ -245,12 +248,15 @@ def test_a_truncated_file_counts_whole(folder):
     printed = run(folder, own(JSONL))
     assert f"s0: 1 file lost ({share:.1%} of the bytes): corpus/7.jsonl.gz" in printed
     manifest = shards.read_manifest(folder / "out/s0")
-    lost = {"files": {"corpus/7.jsonl.gz": victim.stat().st_size}, "share": pytest.approx(share)}
-    assert manifest["lost"] == lost
+    lost_files = {
+        "files": {"corpus/7.jsonl.gz": victim.stat().st_size},
+        "share": pytest.approx(share),
+    }
+    assert manifest["lost"] == lost_files
     assert manifest["kept"] == 29 * 6
     console = Console(record=True, width=200)
     written = stats.write(folder / "out", ("s0",), console, 1)
-    assert written["sources"]["s0"]["lost"] == lost
+    assert written["sources"]["s0"]["lost"] == lost_files
     assert "s0: 1 file lost" in console.export_text()
     assert {reason: count for reason, count in manifest["dropped"].items() if count} == {
         "damaged": 1

@@ -31,21 +31,21 @@ def test_each_item_went_where_the_least_room_was(lengths):
 def test_documents_are_whole_where_they_fit_and_each_token_is_a_label_once(lengths):
     documents = [1 + np.arange(size, dtype=np.uint16) + 1000 * n for n, size in enumerate(lengths)]
     stream = np.concatenate([np.empty(0, np.uint16), *documents])
-    made = best_fit(stream, np.array(lengths, np.int64), np.arange(len(lengths)), SIZE, seed=3)
-    count = len(made.tokens) // SIZE
-    assert len(made.tokens) == len(made.flags) == (count * SIZE + 1 if lengths else 0)
+    packed = best_fit(stream, np.array(lengths, np.int64), np.arange(len(lengths)), SIZE, seed=3)
+    count = len(packed.tokens) // SIZE
+    assert len(packed.tokens) == len(packed.flags) == (count * SIZE + 1 if lengths else 0)
     rows = [slice(at * SIZE, (at + 1) * SIZE) for at in range(count)]
     # the window's last label is the next one's first token
-    labels = [made.tokens[here][1:][(made.flags[here][1:] & TRAINED) > 0] for here in rows]
+    labels = [packed.tokens[here][1:][(packed.flags[here][1:] & TRAINED) > 0] for here in rows]
     assert sorted(np.concatenate([[], *labels])) == sorted(
-        np.concatenate([[], *(each[1:] for each in documents)])
+        np.concatenate([[], *(ids[1:] for ids in documents)])
     )
-    assert not any(made.flags[here][0] & TRAINED for here in rows)
-    begins = np.flatnonzero(made.flags & BEGINS)
+    assert not any(packed.flags[here][0] & TRAINED for here in rows)
+    begins = np.flatnonzero(packed.flags & BEGINS)
     for n, document in enumerate(documents):
-        places = np.flatnonzero(made.tokens == document[0])
+        places = np.flatnonzero(packed.tokens == document[0])
         assert len(places) == 1
-        fits = made.tokens[places[0] : places[0] + len(document)]
+        fits = packed.tokens[places[0] : places[0] + len(document)]
         whole = (
             np.array_equal(fits, document)
             and places[0] // SIZE == (places[0] + len(document) - 1) // SIZE
@@ -53,6 +53,8 @@ def test_documents_are_whole_where_they_fit_and_each_token_is_a_label_once(lengt
         assert whole == (lengths[n] <= SIZE)
         inside = (begins >= places[0]) & (begins < places[0] + min(len(document), SIZE))
         assert begins[inside].tolist() == places.tolist(), "padding and other documents are apart"
-    assert [int(t) // 1000 for t in made.tokens[(made.tokens % 1000 == 1)]] == made.order.tolist()
+    assert [
+        int(t) // 1000 for t in packed.tokens[(packed.tokens % 1000 == 1)]
+    ] == packed.order.tolist()
     used = sum(size + max(-(-(size - 1) // (SIZE - 1)) - 1, 0) for size in lengths)
-    assert made.padding == count * SIZE - used == int((made.tokens[: count * SIZE] == 0).sum())
+    assert packed.padding == count * SIZE - used == int((packed.tokens[: count * SIZE] == 0).sum())

@@ -47,8 +47,8 @@ def test_the_loop_has_all_sources_and_all_stages():
     stages = re.findall(r"^ *stage (\w+)(?:.*--stage (\w+))?", commands(), re.M)
     # near copies are sought over all sources at once, so `dedup` does not fit a loop over sources;
     # the recipe has none
-    done = [name for name in pipeline.TO_SHARDS if name != "dedup"]
-    assert [name for name, _ in stages if name != "free"] == [*done, "manifest", "verify"]
+    looped = [name for name in pipeline.TO_SHARDS if name != "dedup"]
+    assert [name for name, _ in stages if name != "free"] == [*looped, "manifest", "verify"]
     freed = [freed for name, freed in stages if name == "free"]
     assert freed == list(pipeline.READERS)
 
@@ -64,11 +64,11 @@ def test_the_commands_prepare_both_phases_and_free_what_is_read(tmp_path, monkey
                 300,
             )
     monkeypatch.setattr(fake_hub, "COMMIT", "229a2e7" + "1" * 33)
-    there = tmp_path / "data_mixtures"
-    there.mkdir()
-    shutil.copy(FOLDER / "sources.toml", there)
-    (there / "nemotron.toml").write_text(SMALL)
-    (there / "tokenizer.model").write_bytes(tokenizer_model())
+    recipes = tmp_path / "data_mixtures"
+    recipes.mkdir()
+    shutil.copy(FOLDER / "sources.toml", recipes)
+    (recipes / "nemotron.toml").write_text(SMALL)
+    (recipes / "tokenizer.model").write_bytes(tokenizer_model())
     script = re.sub(r'sources=".*?"', 'sources="cc2-mq cc2-mhq"', commands(), flags=re.S)
     script = script.replace("--workers 16", "--workers 1")
     with fake_hub.FakeHub(hub) as server:
@@ -77,5 +77,5 @@ def test_the_commands_prepare_both_phases_and_free_what_is_read(tmp_path, monkey
     data = tmp_path / "data/nemotron"
     for phase in ("phase1", "phase2"):
         assert Mixture.open(data / f"{phase}.lock.json").sequences(0, 4)[0].shape == (4, 33)
-    left = {file.parts[len(data.parts)] for file in data.rglob("*.parquet")}
-    assert not left, "raw text and documents are freed"
+    folders_with_parquet = {file.parts[len(data.parts)] for file in data.rglob("*.parquet")}
+    assert not folders_with_parquet, "raw text and documents are freed"

@@ -82,10 +82,10 @@ def test_other_data_does_not_replace_what_a_lock_pins_unasked(tiny_copy, tmp_pat
     (tmp_path / "notes/more.txt").write_text("One more document, which grows the source. " * 9)
     prepare_folder(path, data, replace=True)
     prepare_folder(path, tmp_path / "fresh")
-    now = files_of(data)
+    after = files_of(data)
     fresh = files_of(tmp_path / "fresh")
-    assert {name: now[name] for name in fresh} == fresh
-    assert now.keys() - fresh.keys() == {"phase3.lock.json"}
+    assert {name: after[name] for name in fresh} == fresh
+    assert after.keys() - fresh.keys() == {"phase3.lock.json"}
     assert len(list((data / "shuffle/sums").glob("unit-*"))) < units
 
 
@@ -149,9 +149,9 @@ def test_ids_come_from_the_model(tmp_path):
         minloglevel=2,
         hard_vocab_limit=False,
     )
-    made = tokenizer.load(tmp_path / "t5.model")
-    assert (made.bos_id, made.eos_id) == (1, 1), "one separator in front of each document"
-    tokens, lengths = made.encode(["some", "words"])
+    encoder = tokenizer.load(tmp_path / "t5.model")
+    assert (encoder.bos_id, encoder.eos_id) == (1, 1), "one separator in front of each document"
+    tokens, lengths = encoder.encode(["some", "words"])
     assert (tokens == 1).nonzero()[0].tolist() == [0, lengths[0]]
     (tmp_path / "text.model").write_text("text")
     with pytest.raises(ValueError, match=r"text.model cannot be used as a sentencepiece model"):

@@ -49,8 +49,8 @@ def test_every_source_of_the_2b_run_says_where_it_is_and_on_what_terms():
 
 def test_long_windows_have_three_fifths_of_phase_2_and_long_documents_by_length():
     long, short = (recipe_file.load(FOLDER / f"nemotron{profile}.toml") for profile in ("-64k", ""))
-    own = ("seq_len", "packing", "windows_per_shard", "seed", "sources", "phases", "keep")
-    assert replace(long, **{key: getattr(short, key) for key in own}) == short
+    overrides = ("seq_len", "packing", "windows_per_shard", "seed", "sources", "phases", "keep")
+    assert replace(long, **{key: getattr(short, key) for key in overrides}) == short
     assert long.seq_len * long.windows_per_shard == short.seq_len * short.windows_per_shard
     (weights,) = long.phases.values()
     of_phase_2 = {name: weight for name, weight in short.phases["phase2"].items() if weight}
@@ -141,15 +141,15 @@ theirs = 40
 
 def test_what_a_recipe_does_not_say_has_a_default(tmp_path):
     (tmp_path / "own.toml").write_text(SHORTEST)
-    read = recipe_file.load(tmp_path / "own.toml")
-    mine, theirs = read.sources
+    own = recipe_file.load(tmp_path / "own.toml")
+    mine, theirs = own.sources
     assert mine.inputs[0].paths == ("corpus/*.jsonl.gz", "s3://bucket/*.jsonl", "/there/*")
     assert (mine.inputs[0].field, mine.category, mine.min_bytes) == ("text", "other", 1)
     assert (theirs.configs, theirs.revision, theirs.expected_tokens_b) == (("",), "main", None)
-    given = recipe.TokenizerFile(str(tmp_path / "tokenizer.json"))
-    assert (read.seq_len, read.folder, read.tokenizer) == (4096, tmp_path, given)
-    assert (read.valid_per_10000_of("mine"), read.valid_per_10000_of("theirs")) == (
-        read.valid_per_10000,
+    tokenizer = recipe.TokenizerFile(str(tmp_path / "tokenizer.json"))
+    assert (own.seq_len, own.folder, own.tokenizer) == (4096, tmp_path, tokenizer)
+    assert (own.valid_per_10000_of("mine"), own.valid_per_10000_of("theirs")) == (
+        own.valid_per_10000,
         0,
     )
 

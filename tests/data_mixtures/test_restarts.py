@@ -92,10 +92,10 @@ def test_kills_at_any_moment_change_nothing(tmp_path):
         killed += process.wait() == -signal.SIGKILL
         wait_for_end(family)  # workers end a moment after their main process
     assert killed >= KILLS // 2
-    done = subprocess.run(
+    last = subprocess.run(
         command_of(path, out, "--workers", "2"), cwd=ROOT, capture_output=True, text=True
     )
-    assert done.returncode == 0, done.stderr
+    assert last.returncode == 0, last.stderr
     assert files_of(out) == expected
     assert not list(out.rglob("*.partial"))
     assert not list(out.rglob("*.old"))

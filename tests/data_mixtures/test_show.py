@@ -23,7 +23,10 @@ def run(capsys):
 
     def call(*arguments: Any) -> Any:
         capsys.readouterr()
-        show.run(tyro.cli(show.Question, args=[str(each) for each in arguments]), Console(width=80))
+        show.run(
+            tyro.cli(show.Question, args=[str(argument) for argument in arguments]),
+            Console(width=80),
+        )
         printed = capsys.readouterr().out
         return (
             [json.loads(line) for line in printed.splitlines()]
@@ -65,11 +68,11 @@ def test_every_document_of_a_window_is_named(run, lock, prepared_data):
     pieces = tokenizer.load(shards.tokenizer_path(prepared_data))
     of_sources = {name: documents_of(prepared_data / name) for name in ("web", "code")}
     windows = [
-        each
+        window
         for step in (1, 2, 3)
-        for each in run(lock, "--step", step, "--global-batch", 104, "--json")
+        for window in run(lock, "--step", step, "--global-batch", 104, "--json")
     ]
-    assert [each["sequence"] for each in windows] == list(range(312))
+    assert [window["sequence"] for window in windows] == list(range(312))
     from_other_shards = 0
     for window in windows:
         tokens = window["tokens"]
@@ -115,14 +118,14 @@ def test_documents_are_found_by_id_and_by_where_they_came_from(run, lock, prepar
     assert first_token(document) == begin
     assert name in run(lock, "--document", name)
     (window,) = run(lock, "--sequence", 11, "--json")
-    wanted = window["documents"][0]
-    row = str(wanted["origin"]["row"])
+    expected = window["documents"][0]
+    row = str(expected["origin"]["row"])
     of_row = run(lock, "--origin", f'"row":{row}', "--json")
-    assert wanted["id"] in [each["id"] for each in of_row]
+    assert expected["id"] in [result["id"] for result in of_row]
     assert 0 < len(of_row) < len(run(lock, "--origin", "row", "--json"))
-    for each in of_row:
-        assert str(each["origin"]["row"]).startswith(row)
-        assert run(lock, "--document", each["id"], "--json") == [each]
+    for result in of_row:
+        assert str(result["origin"]["row"]).startswith(row)
+        assert run(lock, "--document", result["id"], "--json") == [result]
     assert f"row {row}" in run(lock, "--sequence", 11)
 
 

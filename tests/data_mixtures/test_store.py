@@ -40,25 +40,25 @@ def pick_published(files: dict[str, bytes]) -> dict[str, bytes]:
 def read_stored(s3) -> dict[str, bytes]:
     contents = s3.cat(s3.find("bucket/data"))
     return pick_published(
-        {name.removeprefix("bucket/data/"): each for name, each in contents.items()}
+        {name.removeprefix("bucket/data/"): content for name, content in contents.items()}
     )
 
 
 @pytest.mark.job
 def test_a_bucket_holds_the_files_of_a_folder(recipe, s3, monkeypatch):
     expected = pick_published(files_of(recipe.parent / "out"))
-    left = set()
+    suffixes_here = set()
     push = store.Store.push
 
     def record(self, folder: Path) -> None:
         push(self, folder)
-        left.update(path.suffix for path in folder.iterdir())
+        suffixes_here.update(path.suffix for path in folder.iterdir())
         s3.pipe("bucket/data/theirs.txt", b"of somebody else, meanwhile")
 
     with monkeypatch.context() as patch:
         patch.setattr(store.Store, "push", record)
         assert "built" in prepare_folder(recipe, OUT)
-    assert left == {".json"}, "data leave this disk"
+    assert suffixes_here == {".json"}, "data leave this disk"
     assert s3.cat("bucket/data/theirs.txt"), "what others put there stays"
     s3.rm("bucket/data/theirs.txt")
     assert read_stored(s3) == expected
@@ -88,27 +88,27 @@ def test_who_has_the_bucket_and_what_needs_a_disk(recipe, s3):
         ValueError, match=r"s3://nobody/data cannot be written: FileNotFoundError: .*bucket"
     ):
         prepare_folder(recipe, Path("s3://nobody/data"))
-    given = [str(recipe), "--out", "s3://bucket/data", "--workers", "1"]
+    arguments = [str(recipe), "--out", "s3://bucket/data", "--workers", "1"]
     s3.pipe("bucket/data/.lock", b"process 7 on elsewhere")
-    held = r"s3://bucket/data \(held by process 7 on elsewhere\); wait for it, or del"
-    with pytest.raises(ValueError, match=held):
+    message = r"s3://bucket/data \(held by process 7 on elsewhere\); wait for it, or del"
+    with pytest.raises(ValueError, match=message):
         prepare_folder(recipe, OUT)
     s3.pipe("bucket/data/.lock", f"process 7 on {store.host_name()}".encode())  # it was killed here
-    commands.run(["plan", *given])
-    commands.run(["fetch", *given])
+    commands.run(["plan", *arguments])
+    commands.run(["fetch", *arguments])
     with pytest.raises(
         ValueError, match="fetch of 'notes' is still needed: 1 units are not through filter"
     ):
-        commands.run(["free", *given, "--stage", "fetch"])
-    commands.run(["filter", *given])
-    commands.run(["free", *given, "--stage", "fetch"])
+        commands.run(["free", *arguments, "--stage", "fetch"])
+    commands.run(["filter", *arguments])
+    commands.run(["free", *arguments, "--stage", "fetch"])
     assert not s3.glob("bucket/data/fetch/*/*/*.parquet")
     prepare_folder(recipe, OUT)
     for name in ("verify", "stats"):
         with pytest.raises(
             ValueError, match=rf"{name} reads all data, .* of s3://bucket/data to a folder"
         ):
-            commands.run([name, *given])
+            commands.run([name, *arguments])
 
 
 @pytest.mark.rotate

@@ -32,7 +32,7 @@ def make_tokenizer(
     return tokenizer.SentencepieceTokenizer(processor)
 
 
-made_once = functools.cache(make_tokenizer)  # its trial of the fast encoder takes half a second
+open_once = functools.cache(make_tokenizer)  # its trial of the fast encoder takes half a second
 
 
 @pytest.fixture(scope="module")
@@ -41,15 +41,15 @@ def processor():
 
 
 def check(
-    processor, texts: list[str], made: tokenizer.SentencepieceTokenizer | None = None
+    processor, texts: list[str], encoder: tokenizer.SentencepieceTokenizer | None = None
 ) -> None:
     """Ids and lengths against one call of sentencepiece per text."""
-    made = made or made_once(processor)
-    tokens, lengths = made.encode(texts)
+    encoder = encoder or open_once(processor)
+    tokens, lengths = encoder.encode(texts)
     expected = [[1, *processor.encode(text), 2] for text in texts]
-    assert all(map(made.is_exact, texts))
-    assert np.array_equal(made.encode(texts, fast=False)[0], tokens)
-    assert np.array_equal(made.encode([text.encode() for text in texts])[0], tokens)
+    assert all(map(encoder.is_exact, texts))
+    assert np.array_equal(encoder.encode(texts, fast=False)[0], tokens)
+    assert np.array_equal(encoder.encode([text.encode() for text in texts])[0], tokens)
     assert lengths.tolist() == [len(ids) for ids in expected]
     assert tokens.tolist() == [token for ids in expected for token in ids]
     assert tokens.dtype == np.dtype("<u2")
@@ -111,10 +111,12 @@ OTHER_MODELS = [
 def test_other_models_have_a_fast_encoder_only_where_it_is_exact(is_exact, other):
     usual = {"remove_extra_whitespaces": False, "split_digits": True, "hard_vocab_limit": False}
     processor = train(**{**usual, **other})
-    made = make_tokenizer(processor)
-    assert (made.fast is not None) == is_exact
+    encoder = make_tokenizer(processor)
+    assert (encoder.fast is not None) == is_exact
     check(
-        processor, [TEXTS[2], " a  \n b of the<|end|>2024\t\n\n", "\n", " ", "", "▁ ▁x \n▁"], made
+        processor,
+        [TEXTS[2], " a  \n b of the<|end|>2024\t\n\n", "\n", " ", "", "▁ ▁x \n▁"],
+        encoder,
     )
 
 

@@ -36,15 +36,15 @@ load_once = functools.cache(tokenizer.load)
 @settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.sampled_from(PARTS), max_size=30).map("".join) | st.text(max_size=50))
 def test_text_is_text_and_comes_back(llama_3, text):
-    made = load_once(llama_3)
+    encoder = load_once(llama_3)
     texts = [text, "", text[1:]]
-    tokens, lengths = made.encode(texts)
+    tokens, lengths = encoder.encode(texts)
     assert (tokens < 600).sum() == len(tokens) - 6, (
         "two control ids a document, and none of its text"
     )
     documents = np.split(tokens, np.cumsum(lengths)[:-1])
-    assert [(each[0], each[-1]) for each in documents] == [(600, 601)] * 3
-    assert [made.decode(each) for each in documents] == texts
+    assert [(ids[0], ids[-1]) for ids in documents] == [(600, 601)] * 3
+    assert [encoder.decode(ids) for ids in documents] == texts
     plain = Tokenizer.from_file(str(llama_3))
     plain.no_truncation()
     if not any(name in text for name in LLAMA_3):
@@ -73,14 +73,14 @@ QWEN = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
     ],
 )
 def test_what_begins_and_ends_a_document(tmp_path, special, config, given_names, expected):
-    made = tokenizer.load(
+    encoder = tokenizer.load(
         save(byte_level(["a b"], special, 300), tmp_path, **config), **given_names
     )
-    assert [made.bos_id, made.eos_id] == [special.index(each) + 257 for each in expected]
-    tokens, lengths = made.encode(["a b", "b"])
+    assert [encoder.bos_id, encoder.eos_id] == [special.index(name) + 257 for name in expected]
+    tokens, lengths = encoder.encode(["a b", "b"])
     one = len(set(expected)) == 1
-    assert np.flatnonzero(tokens == made.bos_id).tolist() == [0, lengths[0]]
-    assert (tokens[lengths.cumsum() - 1] == made.eos_id).all() != one, (
+    assert np.flatnonzero(tokens == encoder.bos_id).tolist() == [0, lengths[0]]
+    assert (tokens[lengths.cumsum() - 1] == encoder.eos_id).all() != one, (
         "one separator, in front of a document"
     )
 
@@ -122,24 +122,24 @@ def test_text_that_becomes_a_control_id_is_refused(tmp_path):
         (">", -3.0),
         ("a", -1.0),
     ]
-    made = Tokenizer(models.Unigram(pieces, unk_id=0, byte_fallback=False))
-    made.add_special_tokens([AddedToken("</s>", special=True, normalized=False)])
-    read = tokenizer.load(save(made, tmp_path), eos="</s>")
-    assert read.encode(["a", "a/a"])[0].tolist() == [1, 6, 1, 6, 3, 6]
+    unigram = Tokenizer(models.Unigram(pieces, unk_id=0, byte_fallback=False))
+    unigram.add_special_tokens([AddedToken("</s>", special=True, normalized=False)])
+    encoder = tokenizer.load(save(unigram, tmp_path), eos="</s>")
+    assert encoder.encode(["a", "a/a"])[0].tolist() == [1, 6, 1, 6, 3, 6]
     with pytest.raises(ValueError, match="makes control tokens of ordinary text, such as 'a</s>a'"):
-        read.encode(["a", "a</s>a", "s"])
+        encoder.encode(["a", "a</s>a", "s"])
 
 
 def test_a_large_vocabulary_takes_4_bytes(tmp_path):
     # the last of 70,000 ids is a word that the text is full of; shards of 4 bytes: test_shuffle
     large = byte_level([TEXT], LLAMA_3, unused=70_000 - 604)
     large.add_tokens([AddedToken("argument", normalized=False)])
-    made = tokenizer.load(save(large, tmp_path))
-    tokens, _ = made.encode([TEXT])
-    assert (made.vocab_size, made.dtype, tokens.max()) == (70_000, np.dtype("<u4"), 69_999)
-    assert made.decode(tokens) == TEXT
+    encoder = tokenizer.load(save(large, tmp_path))
+    tokens, _ = encoder.encode([TEXT])
+    assert (encoder.vocab_size, encoder.dtype, tokens.max()) == (70_000, np.dtype("<u4"), 69_999)
+    assert encoder.decode(tokens) == TEXT
     facts = dict(
-        zip(shards.TOKENIZER_FACTS[1:], (70_000, 4, made.bos_id, made.eos_id), strict=True)
+        zip(shards.TOKENIZER_FACTS[1:], (70_000, 4, encoder.bos_id, encoder.eos_id), strict=True)
     )
     assert facts.items() <= tokenizer.facts(tmp_path / "tokenizer.json").items()
 
@@ -148,18 +148,18 @@ def test_a_unit_whose_sample_differs_is_encoded_by_the_library(tmp_path, monkeyp
     # a planted encoder is wrong for one document of 300: the sample sees it
     words = "some words that are long enough to be kept by the filter"
     texts = {"a": [[f"{words}, {n} of them or so" for n in range(300)]]}
-    wanted = make_recipe(texts, recipe.TokenizerTraining(300, 20_000, 0.999))
-    run_filter(tmp_path, texts, wanted)
-    tokenize.make_tokenizer(wanted, tmp_path)
+    plan = make_recipe(texts, recipe.TokenizerTraining(300, 20_000, 0.999))
+    run_filter(tmp_path, texts, plan)
+    tokenize.make_tokenizer(plan, tmp_path)
     monkeypatch.setattr(tokenize, "_COMPARED_BYTES", 100)
     monkeypatch.setattr(tokenize, "COMPARED_OF", 50)
-    work = tokenize.Tokenize(wanted, tmp_path, ("a",))
+    work = tokenize.Tokenize(plan, tmp_path, ("a",))
     compared = []
     exact = tokenizer.Tokenizer.is_exact
     monkeypatch.setattr(
         tokenizer.Tokenizer,
         "is_exact",
-        lambda made, text: compared.append(text) or exact(made, text),
+        lambda encoder, text: compared.append(text) or exact(encoder, text),
     )
     assert work_in(work, tmp_path / "right")["slow"] == 0
     assert 2 <= len(compared) < 30, "the first ones, and one of 50"
@@ -171,7 +171,7 @@ def test_a_unit_whose_sample_differs_is_encoded_by_the_library(tmp_path, monkeyp
     monkeypatch.setattr(
         encoder,
         "fast",
-        lambda texts: right([bytes_of(each).replace(end.encode(), b"x") for each in texts]),
+        lambda texts: right([bytes_of(text).replace(end.encode(), b"x") for text in texts]),
     )
     assert work_in(work, tmp_path / "wrong")["slow"] == 300
     for name in tokenize.SLICED:
@@ -198,9 +198,9 @@ def test_a_tokenizer_json_is_brought_along_with_its_names(tmp_path):
         eos_token=LLAMA_3[1],
         more=1,
     )
-    brought = make_recipe(texts, recipe.TokenizerFile(str(path), eos="<|eot_id|>"))
-    run_filter(out, texts, brought)
-    tokenize.make_tokenizer(brought, out)
+    plan = make_recipe(texts, recipe.TokenizerFile(str(path), eos="<|eot_id|>"))
+    run_filter(out, texts, plan)
+    tokenize.make_tokenizer(plan, out)
     assert (out / "tokenizer.json").read_bytes() == path.read_bytes()
     config = {"bos_token": LLAMA_3[0], "eos_token": "<|eot_id|>", "more": 1}
     assert json.loads((out / "tokenizer_config.json").read_text()) == config

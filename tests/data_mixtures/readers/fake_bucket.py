@@ -19,7 +19,7 @@ class FakeBucket(Served):
 
     def __init__(self, contents: list[bytes], slow_s: float = 0.0) -> None:
         super().__init__()
-        self.objects = {sha1(each): gzip.compress(each) for each in contents}
+        self.objects = {sha1(content): gzip.compress(content) for content in contents}
         self.asked: Counter[str] = Counter()
         self.flaws: dict[str, list[int | bytes]] = {}
         self.slow_s = slow_s

@@ -28,7 +28,7 @@ def quick(monkeypatch):
 def write_resolved(path: Path, contents: list[bytes], **more: Any) -> str:
     columns = {
         "repo": [f"a/{i}" for i in range(len(contents))],
-        "sha1": [sha1(each) for each in contents],
+        "sha1": [sha1(data) for data in contents],
     }
     pq.write_table(pa.table({**columns, **more}), path, row_group_size=50)
     return str(path)
@@ -38,11 +38,11 @@ def fetch_contents(
     folder: Path, url: str, groups=None, share=0.0
 ) -> tuple[dict[str, Any], list[dict]]:
     """Counts and rows of all or some row groups of resolved.parquet."""
-    given = Input("resolved", ("resolved.parquet",), content_url=url, max_missing_share=share)
+    settings = Input("resolved", ("resolved.parquet",), content_url=url, max_missing_share=share)
     path = str(folder / "resolved.parquet")
     raw = folder / "raw.parquet"
     groups = groups or list(range(pq.read_metadata(path).num_row_groups))
-    counts = content.fetch(path, "resolved", groups, given, raw, folder / "parts")
+    counts = content.fetch(path, "resolved", groups, settings, raw, folder / "parts")
     return counts, pq.read_table(raw).to_pylist()
 
 

@@ -45,9 +45,9 @@ def run_command(hub: FakeHub, name: str, path: Path, *more: str, token: str = ""
         str(path.parent / "out"),
     ]
     line += ["--workers", "1", *more]
-    done = subprocess.run(line, cwd=ROOT, env=env, capture_output=True, text=True)
-    assert (done.returncode == 0) == (not done.stderr), done.stderr
-    return done.stderr.splitlines()
+    process = subprocess.run(line, cwd=ROOT, env=env, capture_output=True, text=True)
+    assert (process.returncode == 0) == (not process.stderr), process.stderr
+    return process.stderr.splitlines()
 
 
 @pytest.mark.job
@@ -68,12 +68,12 @@ def test_plan_and_fetch_from_the_hub(hub, tmp_path):
     assert not hub.flaws
     for number, file in enumerate(files):
         folder = out / f"fetch/exact/unit-{number:05d}"
-        assert {each.name for each in folder.iterdir()} == {"raw.parquet", "receipt.json"}
+        assert {path.name for path in folder.iterdir()} == {"raw.parquet", "receipt.json"}
         assert (folder / "raw.parquet").read_bytes() == file.read_bytes()
     assert stage.read_receipt(out, "fetch", Unit("gated", 0))["counts"]["documents"] == 40
-    asked = len(hub.asked)
+    requests = len(hub.asked)
     assert not run_command(hub, "plan", path)  # what is there needs neither hub nor token
-    assert len(hub.asked) == asked
+    assert len(hub.asked) == requests
 
 
 @pytest.mark.job

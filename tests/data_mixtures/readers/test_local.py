@@ -192,20 +192,23 @@ def test_the_order_depends_on_names_below_a_root_alone_and_the_first_stay_the_fi
     chosen = Input("text", ("{corpus}/**/*.txt",), exclude=("*/3.txt",))
     roots = {"corpus": str(folder)}
     files = local.find(chosen, roots)
-    found = [name for name, *_ in files]
-    assert len(found) == 19
-    assert found != sorted(found)
-    status = Path(found[0]).stat()
-    assert files[0] == [found[0], status.st_size, status.st_mtime_ns]
+    names_in_order = [name for name, *_ in files]
+    assert len(names_in_order) == 19
+    assert names_in_order != sorted(names_in_order)
+    status = Path(names_in_order[0]).stat()
+    assert files[0] == [names_in_order[0], status.st_size, status.st_mtime_ns]
     every = names({}, f"{folder}/a/*")
     assert names({}, f"{folder}/a/*", files=5) == every[:5]
     assert names({}, f"{folder}/a/*", files=99) == every
     (tmp_path / "ot[h]er").mkdir()  # a folder whose name is a pattern
     (folder / "a").rename(tmp_path / "ot[h]er/a")
     moved = {"corpus": str(tmp_path / "ot[h]er")}
-    below = [local.portable(name, roots) for name in found]
+    below = [local.portable(name, roots) for name in names_in_order]
     assert [local.portable(name, moved) for name, *_ in local.find(chosen, moved)] == below
-    assert local.portable(found[0], {"recipe": str(folder), **roots}) == f"a/{Path(found[0]).name}"
+    assert (
+        local.portable(names_in_order[0], {"recipe": str(folder), **roots})
+        == f"a/{Path(names_in_order[0]).name}"
+    )
     roots = local.roots(tmp_path, tmp_path / "recipes")
     assert (roots["corpus"], roots["recipe"]) == (
         str(tmp_path / "corpus"),
@@ -261,13 +264,13 @@ def test_documents_are_capped_and_cleaned_and_the_rest_is_counted(folder):
     (folder / "b.jsonl").write_text('{"body": "one\\ud800 two"}\n{"body": null}\n')
     paths = sorted((folder / "a").iterdir())
     dropped = local.Dropped()
-    found = texts(TEXT, *paths, dropped=dropped)
-    assert found == [path.read_text() for path in paths[2:]]
+    passages = texts(TEXT, *paths, dropped=dropped)
+    assert passages == [path.read_text() for path in paths[2:]]
     assert dropped == {"not_utf8": 1, "no_text": 1}
     assert dropped.examples["not_utf8"] == str(folder / "a/0.txt")
     capped = texts(Input("text", ("x",), max_bytes=1000), *paths)
-    assert capped == found[: len(capped)]
-    assert sum(map(len, capped)) <= 1000 < sum(map(len, found[: len(capped) + 1]))
+    assert capped == passages[: len(capped)]
+    assert sum(map(len, capped)) <= 1000 < sum(map(len, passages[: len(capped) + 1]))
     dropped.clear()
     assert texts(Input("jsonl", ("x",), field="body"), folder / "b.jsonl", dropped=dropped) == [
         "one two"
@@ -279,33 +282,33 @@ def test_urls_are_listed_read_and_checked(tmp_path):
     store = fsspec.filesystem("memory")
     store.pipe({"/own/a.jsonl.gz": gzip.compress(RAW), "/own/b.jsonl.gz": gzip.compress(RAW[:300])})
     chosen = Input("jsonl", ("memory://own/*.jsonl.gz",))
-    found = local.find(chosen, local.roots(tmp_path, tmp_path))
-    assert sorted(name for name, _, _ in found) == [
+    files = local.find(chosen, local.roots(tmp_path, tmp_path))
+    assert sorted(name for name, _, _ in files) == [
         f"memory:///own/{name}.jsonl.gz" for name in "ab"
     ]
-    assert len(texts(chosen, *(name for name, _, _ in found))) > 3000
-    local.check_unchanged(found)
+    assert len(texts(chosen, *(name for name, _, _ in files))) > 3000
+    local.check_unchanged(files)
     store.pipe("/own/a.jsonl.gz", gzip.compress(RAW * 2))
     with pytest.raises(
         ValueError, match=r"a\.jsonl\.gz has changed since .* \([\d,]+ bytes then, [\d,]+ now"
     ):
-        local.check_unchanged(found)
+        local.check_unchanged(files)
     store.rm("/own", recursive=True)
     with pytest.raises(
         ValueError, match=r"(a|b)\.jsonl\.gz is planned and no longer there; start again"
     ):
-        local.check_unchanged(found)
+        local.check_unchanged(files)
     with pytest.raises(ValueError, match=r"no file matches memory://own/"):
         local.find(chosen, {})
     path = tmp_path / "a.txt"
     path.write_text("here")
     for name in (str(path), f"file://{path}"):
-        found = local.find(Input("text", (name,)), {})
+        files = local.find(Input("text", (name,)), {})
         os.utime(path, ns=(1, path.stat().st_mtime_ns + 10**9))  # the same size, later
         with pytest.raises(
             ValueError, match=r"a\.txt has changed since .* \(same size, other time or tag"
         ):
-            local.check_unchanged(found)
+            local.check_unchanged(files)
 
 
 def test_a_missing_package_or_protocol_is_one_sentence(monkeypatch):

@@ -22,9 +22,9 @@ def make_two_sources(folder: Path) -> None:
 @pytest.fixture
 def data(shared, tmp_path, monkeypatch):
     """Copy two sources of several shards, with blocks of 128 bytes: three a shard of 322 bytes."""
-    made = shared("two_sources", make_two_sources) / "data"
+    prepared = shared("two_sources", make_two_sources) / "data"
     monkeypatch.setattr(shards, "BLOCK_BYTES", 128)
     monkeypatch.setattr(sorted_runs, "DOCUMENTS_PER_RANGE", 100)
     # links stay links among the copies: published shards are those of the stage shuffle
-    subprocess.run(["cp", "-a", made, tmp_path / "data"], check=True)
+    subprocess.run(["cp", "-a", prepared, tmp_path / "data"], check=True)
     return tmp_path / "data"

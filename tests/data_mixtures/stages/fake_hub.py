@@ -61,10 +61,12 @@ class FakeHub(Served):
             if self.flaws.pop(0) == "500":
                 return refusal(500, "OutOfOrder")
             data = data[:-1] + b"?"  # one byte is another
-        sent = send_file(io.BytesIO(data), "application/octet-stream", conditional=True, etag=etag)
-        sent.headers["X-Repo-Commit"] = COMMIT
-        sent.headers["X-Linked-Size"] = str(len(data))
-        return sent
+        response = send_file(
+            io.BytesIO(data), "application/octet-stream", conditional=True, etag=etag
+        )
+        response.headers["X-Repo-Commit"] = COMMIT
+        response.headers["X-Linked-Size"] = str(len(data))
+        return response
 
 
 def refusal(status: int, code: str) -> tuple[dict[str, str], int, dict[str, str]]:

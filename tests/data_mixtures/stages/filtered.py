@@ -62,11 +62,11 @@ def write_raw(out: Path, texts: Texts, kind: pa.DataType | None = None, **entry:
     shards.write_json(out / stage.PLAN, {"format": stage.PLAN_FORMAT, "sources": sources})
 
 
-def do_all(done: Any) -> int:
+def do_all(work: Any) -> int:
     """Do all units that are not done, in order; return how many."""
-    todo = [unit for unit in done.units() if not stage.is_done(done, unit)]
+    todo = [unit for unit in work.units() if not stage.is_done(work, unit)]
     for unit in todo:
-        stage.do(done, unit)
+        stage.do(work, unit)
     return len(todo)
 
 
@@ -90,10 +90,10 @@ def make_recipe(
     )
 
 
-def run_filter(out: Path, texts: Texts, wanted: recipe.Recipe) -> filter.Filter:
+def run_filter(out: Path, texts: Texts, plan: recipe.Recipe) -> filter.Filter:
     """Raw units and their filter, done."""
     write_raw(out, texts)
-    decontaminate.make_index(wanted.filter.benchmarks, out)
-    done = filter.Filter(wanted, out, tuple(texts))
-    do_all(done)
-    return done
+    decontaminate.make_index(plan.filter.benchmarks, out)
+    work = filter.Filter(plan, out, tuple(texts))
+    do_all(work)
+    return work

@@ -129,8 +129,8 @@ def write_tokenized(out: Path, source: str, texts: Sequence[Sequence[str]]) -> N
 
 def run_shuffle(out: Path, plan: Recipe, texts: dict[str, Sequence[str]], units: int = 2) -> None:
     """Tokenize, order and shuffle every source of texts."""
-    for source, given in texts.items():
-        write_tokenized(out, source, split(given, units))
+    for source, passages in texts.items():
+        write_tokenized(out, source, split(passages, units))
     run(sorted_runs.Runs(plan, out, tuple(texts)))
     run(shuffle.OrderDocuments(plan, out, tuple(texts)))
     run(shuffle.WriteShards(plan, out, tuple(texts)))
@@ -225,8 +225,8 @@ def prepare_texts(
     out: Path, plan: Recipe, texts: dict[str, Sequence[str]], units: int = 2, replace: bool = False
 ) -> Path:
     """Run all stages from fetch to manifest over these texts."""
-    for source, given in texts.items():
-        write_counts(out, source, split(given, units))
+    for source, passages in texts.items():
+        write_counts(out, source, split(passages, units))
     run_shuffle(out, plan, texts, units)
     (out / "tokenizer.model").write_bytes(tokenizer_model())
     manifest.write(plan, out, tuple(texts), Console(quiet=True), replace)

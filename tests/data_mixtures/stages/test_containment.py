@@ -36,68 +36,68 @@ def text_around(draw: random.Random, held_out: bool, inner: str = "", count: int
             return text
 
 
-def find_contained(out: Path, texts: Texts, wanted: recipe.Recipe) -> list[str]:
-    run_filter(out, texts, wanted)
-    for kind in test_dedup.STAGES * wanted.dedup.minhash + STAGES:
-        do_all(kind(wanted, out, tuple(texts)))
+def find_contained(out: Path, texts: Texts, plan: recipe.Recipe) -> list[str]:
+    run_filter(out, texts, plan)
+    for kind in test_dedup.STAGES * plan.dedup.minhash + STAGES:
+        do_all(kind(plan, out, tuple(texts)))
     contained = []
     for source, units in texts.items():
         for n, unit in enumerate(units):
-            rows = documents.find_left_out(wanted, out, stage.Unit(source, n))["contained"]
+            rows = documents.find_left_out(plan, out, stage.Unit(source, n))["contained"]
             contained += [unit[row] for row in rows]
     return contained
 
 
-def plain_rule(texts: Texts, wanted: recipe.Recipe) -> list[str]:
+def plain_rule(texts: Texts, plan: recipe.Recipe) -> list[str]:
     """Apply the rule: half of a held-out document's distinct 13-grams are in training documents."""
 
     def grams(text: str) -> set[tuple[str, ...]]:
         parts = text.split()
         return set(zip(*(parts[i:] for i in range(ngrams.GRAM_WORDS)), strict=False))
 
-    held = [text for text in flat(texts) if is_held_out(text, wanted)]
-    train = set().union(*(grams(text) for text in flat(texts) if not is_held_out(text, wanted)))
-    return [text for text in held if 2 * len(grams(text) & train) >= len(grams(text))]
+    held_out = [text for text in flat(texts) if is_held_out(text, plan)]
+    train = set().union(*(grams(text) for text in flat(texts) if not is_held_out(text, plan)))
+    return [text for text in held_out if 2 * len(grams(text) & train) >= len(grams(text))]
 
 
 def test_it_is_the_plain_rule_over_sources_units_and_groups(tmp_path, monkeypatch):
-    wanted = with_containment(["a", "b"])
+    plan = with_containment(["a", "b"])
     draw = random.Random(4)
     pieces = [words(draw, 30) for _ in range(40)]
 
     def piece() -> str:
         return draw.choice(pieces) if draw.random() < 0.6 else words(draw, 30)
 
-    given = [f"{piece()} {piece()}" for _ in range(400)]  # of at most 64 runs: all of them count
-    texts = {"a": [given[:150], [], given[150:220]], "b": [given[220:]]}
-    expected = plain_rule(texts, wanted)
-    assert 8 < len(expected) < sum(is_held_out(text, wanted) for text in given) - 8
-    assert find_contained(tmp_path / "units", texts, wanted) == expected
+    passages = [f"{piece()} {piece()}" for _ in range(400)]  # of at most 64 runs: all of them count
+    texts = {"a": [passages[:150], [], passages[150:220]], "b": [passages[220:]]}
+    expected = plain_rule(texts, plan)
+    assert 8 < len(expected) < sum(is_held_out(text, plan) for text in passages) - 8
+    assert find_contained(tmp_path / "units", texts, plan) == expected
     monkeypatch.setattr(documents, "GROUPS", 1)
-    assert find_contained(tmp_path / "groups", texts, wanted) == expected
+    assert find_contained(tmp_path / "groups", texts, plan) == expected
 
 
 def test_what_lies_inside_training_text_goes_and_nothing_of_training(tmp_path):
-    wanted = with_containment(["web", "book"])
+    plan = with_containment(["web", "book"])
     draw = random.Random(1)
     inside, alone, long = (text_around(draw, True, count=n) for n in (60, 60, 1200))
     quoted = text_around(draw, False, f"{inside} {words(draw, 9)}", 5)
     parts = [text_around(draw, False, " ".join(long.split()[at : at + 400]), 5) for at in (0, 400)]
     again = text_around(draw, True, alone, 5)  # held out itself: no training text
     texts = {"web": [[quoted, alone], [parts[0]]], "book": [[inside, long, again, parts[1]]]}
-    assert find_contained(tmp_path, texts, wanted) == [inside, long]
+    assert find_contained(tmp_path, texts, plan) == [inside, long]
     counts = stage.receipt_of(tmp_path, "contained", documents.ALL)["counts"]
     assert counts == {"held_out": 4, "contained": 2}
 
 
 def test_a_near_copy_that_is_left_out_of_training_contains_nothing(tmp_path):
-    wanted = with_containment(["a"], minhash=True)
+    plan = with_containment(["a"], minhash=True)
     draw = random.Random(3)
-    held = text_around(draw, True, count=120)
-    texts = {"a": [[text_around(draw, False, held, 1), held]]}
-    assert find_contained(tmp_path / "both", texts, wanted) == []
-    assert documents.near_copies(wanted, tmp_path / "both", stage.Unit("a", 0)).tolist() == [0]
-    assert find_contained(tmp_path / "one", texts, with_containment(["a"])) == [held]
+    held_out = text_around(draw, True, count=120)
+    texts = {"a": [[text_around(draw, False, held_out, 1), held_out]]}
+    assert find_contained(tmp_path / "both", texts, plan) == []
+    assert documents.near_copies(plan, tmp_path / "both", stage.Unit("a", 0)).tolist() == [0]
+    assert find_contained(tmp_path / "one", texts, with_containment(["a"])) == [held_out]
 
 
 @pytest.mark.parametrize(
@@ -110,26 +110,28 @@ def test_without_held_out_documents_there_is_nothing_to_do(tmp_path, nothing):
 
 
 def test_training_bytes_are_the_same_with_and_without(recipe_path, tmp_path):
-    wanted = make_recipe(["sums"])
+    plan = make_recipe(["sums"])
     texts = [
         json.loads(line)["text"] for line in (tmp_path / "sums.jsonl").read_text().splitlines()
     ]
-    held = next(text for text in texts if is_held_out(text, wanted))
-    write_lines(tmp_path / "sums.jsonl", [text_around(random.Random(9), False, held, 20), *texts])
-    made = {}
+    held_out = next(text for text in texts if is_held_out(text, plan))
+    write_lines(
+        tmp_path / "sums.jsonl", [text_around(random.Random(9), False, held_out, 20), *texts]
+    )
+    manifests = {}
     for share in (0, 0.5):
         if share:
             switch = f"[dedup]\ncontained_share = {share}\n[sources.notes]"
             recipe_path.write_text(recipe_path.read_text().replace("[sources.notes]", switch))
         prepare_folder(recipe_path, tmp_path / str(share))
-        made[share] = [
+        manifests[share] = [
             shards.read_manifest(tmp_path / str(share) / source) for source in ("notes", "sums")
         ]
-    for before, after, contained in zip(made[0], made[0.5], (0, 1), strict=True):
+    for before, after, contained in zip(manifests[0], manifests[0.5], (0, 1), strict=True):
         assert before["shards"] == after["shards"]
         assert (before["valid"] == after["valid"]) is not bool(contained)
         assert after["dropped"] == {**before["dropped"], "contained": contained}
         assert after["kept"] == before["kept"] - contained
-    assert made[0.5][1]["recipe"]["dedup"]["contained_share"]
+    assert manifests[0.5][1]["recipe"]["dedup"]["contained_share"]
     # locks from before there was such a key still fit
-    assert "contained_share" not in made[0][1]["recipe"]["dedup"]
+    assert "contained_share" not in manifests[0][1]["recipe"]["dedup"]

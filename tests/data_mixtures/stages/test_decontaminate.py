@@ -16,13 +16,13 @@ from data_mixtures.stages import decontaminate
 
 def words(text: str) -> list[str]:
     """The definition, letter by letter."""
-    kept = [c if unicodedata.category(c)[0] in "LMN" else " " for c in text]
-    return "".join(c.lower() if len(c.lower()) == 1 else c for c in kept).split(" ")
+    characters = [c if unicodedata.category(c)[0] in "LMN" else " " for c in text]
+    return "".join(c.lower() if len(c.lower()) == 1 else c for c in characters).split(" ")
 
 
 def grams(text: str, length: int) -> set[tuple[str, ...]]:
-    found = [word for word in words(text) if word]
-    return {tuple(found[i : i + length]) for i in range(len(found) - length + 1)}
+    in_order = [word for word in words(text) if word]
+    return {tuple(in_order[i : i + length]) for i in range(len(in_order) - length + 1)}
 
 
 def telling(gram: tuple[str, ...]) -> bool:
@@ -34,8 +34,8 @@ def holds(text: str, passage: str) -> bool:
     length = min(len([word for word in words(passage) if word]), 13)
     if length < 8:
         return False
-    wanted = {gram for gram in grams(passage, length) if telling(gram)}
-    return bool(wanted) and len(wanted & grams(text, length)) >= (len(wanted) + 1) // 2
+    needed = {gram for gram in grams(passage, length) if telling(gram)}
+    return bool(needed) and len(needed & grams(text, length)) >= (len(needed) + 1) // 2
 
 
 def index_of(*items: list[str]) -> decontaminate.Index:
@@ -118,16 +118,16 @@ def test_files_of_every_format_make_one_index_that_is_kept(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("file", "content", "said"),
+    ("file", "content", "message"),
     [
         (None, b"", "matches no file. Download"),
         ("a.csv", b"a,b", "must end in .jsonl"),
         ("a.jsonl", b'{"q": "ok"}\n{broken', r"a\.jsonl:2: not JSON"),
     ],
 )
-def test_wrong_benchmark_files_are_named(tmp_path, file, content, said):
+def test_wrong_benchmark_files_are_named(tmp_path, file, content, message):
     if file:
         (tmp_path / file).write_bytes(content)
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         decontaminate.make_index({"mine": str(tmp_path / "a*")}, tmp_path)
     assert not (tmp_path / decontaminate.INDEX).exists()

@@ -43,14 +43,14 @@ def flat(texts: Texts) -> list[str]:
     return list(itertools.chain.from_iterable(units))
 
 
-def deduplicate(out: Path, texts: Texts, wanted: recipe.Recipe) -> Texts:
+def deduplicate(out: Path, texts: Texts, plan: recipe.Recipe) -> Texts:
     """Return what stays, by source and unit."""
-    run_filter(out, texts, wanted)
+    run_filter(out, texts, plan)
     for kind in STAGES:
-        do_all(kind(wanted, out, tuple(texts)))
+        do_all(kind(plan, out, tuple(texts)))
 
     def stays(source: str, number: int) -> list[str]:
-        gone = documents.near_copies(wanted, out, stage.Unit(source, number))
+        gone = documents.near_copies(plan, out, stage.Unit(source, number))
         return [text for row, text in enumerate(texts[source][number]) if row not in gone]
 
     return {
@@ -62,59 +62,59 @@ def low_half(text: str) -> int:
     return xxhash.xxh3_128_intdigest(text.encode()) % 2**64
 
 
-def is_held_out(text: str, wanted: recipe.Recipe) -> bool:
-    return low_half(text) < shards.find_held_out_limit(wanted.valid_per_10000)
+def is_held_out(text: str, plan: recipe.Recipe) -> bool:
+    return low_half(text) < shards.find_held_out_limit(plan.valid_per_10000)
 
 
-def bands_of(text: str, wanted: recipe.Recipe) -> set[int]:
-    return set(dedup.signer(wanted.dedup)(text, low_half(text)))
+def bands_of(text: str, plan: recipe.Recipe) -> set[int]:
+    return set(dedup.signer(plan.dedup)(text, low_half(text)))
 
 
-def find_remaining(texts: Texts, wanted: recipe.Recipe) -> list[str]:
+def find_remaining(texts: Texts, plan: recipe.Recipe) -> list[str]:
     """Return the texts that come first in each of their bands, held-out documents before others."""
-    given = flat(texts)
-    bands = [bands_of(text, wanted) for text in given]
+    passages = flat(texts)
+    bands = [bands_of(text, plan) for text in passages]
     firsts: dict[int, int] = {}
-    for i in sorted(range(len(given)), key=lambda i: (not is_held_out(given[i], wanted), i)):
+    for i in sorted(range(len(passages)), key=lambda i: (not is_held_out(passages[i], plan), i)):
         for band in bands[i]:
             firsts.setdefault(band, i)
-    return [text for i, text in enumerate(given) if all(firsts[band] == i for band in bands[i])]
+    return [text for i, text in enumerate(passages) if all(firsts[band] == i for band in bands[i])]
 
 
-def datatrove_pairs(folder: Path, texts: list[str], wanted: recipe.Dedup) -> set[tuple[int, int]]:
+def datatrove_pairs(folder: Path, texts: list[str], settings: recipe.Dedup) -> set[tuple[int, int]]:
     """Return the pairs that datatrove's own steps find with the same words and hash function."""
     from datatrove.data import Document
     from datatrove.pipeline.dedup import MinhashDedupBuckets, MinhashDedupSignature
     from datatrove.pipeline.dedup.minhash import MinhashConfig
     from datatrove.utils.word_tokenizers import WhitespaceTokenizer
 
-    config = MinhashConfig(wanted.n_grams, wanted.buckets, wanted.hashes_per_bucket)
+    config = MinhashConfig(settings.n_grams, settings.buckets, settings.hashes_per_bucket)
     config.norm_config.norm_numbers = False
     tokenizer = WhitespaceTokenizer()
     tokenizer.word_tokenize = str.split
     signature = MinhashDedupSignature(str(folder / "signatures"), config, tokenizer)
     signature._hash_func = lambda text: xxhash.xxh64_intdigest(text.encode())
     signature.run([Document(text, str(i)) for i, text in enumerate(texts)], 0, 1)
-    for bucket in range(wanted.buckets):
+    for bucket in range(settings.buckets):
         buckets = MinhashDedupBuckets(
             str(folder / "signatures"), str(folder / "buckets"), config=config
         )
-        buckets.run(None, bucket, wanted.buckets)
+        buckets.run(None, bucket, settings.buckets)
     rows = [np.fromfile(path, "<u4").reshape(-1, 4) for path in (folder / "buckets").glob("*.dups")]
     return {(int(row[1]), int(row[3])) for row in np.concatenate(rows)}
 
 
 def test_bands_are_those_of_datatrove(tmp_path):
     texts = list(dict.fromkeys(texts_of(1, 60, 6)))
-    wanted = with_dedup(["a"])
+    plan = with_dedup(["a"])
     of_band = defaultdict(list)
     for i, text in enumerate(texts):
-        for band in bands_of(text, wanted):
+        for band in bands_of(text, plan):
             of_band[band].append(i)
     # datatrove lists a chain of pairs a band, whose ends are the documents that share it
     ours = {pair for members in of_band.values() for pair in itertools.pairwise(members)}
     assert len(ours) > 50
-    assert ours == {tuple(sorted(pair)) for pair in datatrove_pairs(tmp_path, texts, wanted.dedup)}
+    assert ours == {tuple(sorted(pair)) for pair in datatrove_pairs(tmp_path, texts, plan.dedup)}
 
 
 @pytest.mark.parametrize("seed", range(2))
@@ -124,17 +124,17 @@ def test_who_stays_is_the_plain_rule_whatever_the_units_ranges_and_groups(
     texts = texts_of(seed, 30, 5)
     cuts = sorted(random.Random(seed).sample(range(len(texts)), 3))
     parts = [texts[a:b] for a, b in itertools.pairwise([0, *cuts, len(texts)])]
-    wanted = with_dedup(["a", "b"], buckets=4)
+    plan = with_dedup(["a", "b"], buckets=4)
     units = {"a": [*parts[:2], []], "b": [[], *parts[2:]]}
-    stays = deduplicate(tmp_path / "whole", units, wanted)
-    assert flat(stays) == find_remaining(units, wanted)
+    stays = deduplicate(tmp_path / "whole", units, plan)
+    assert flat(stays) == find_remaining(units, plan)
     assert 30 <= len(flat(stays)) < len(texts)
-    bands = [bands_of(text, wanted) for text in flat(stays)]
+    bands = [bands_of(text, plan) for text in flat(stays)]
     assert len(set().union(*bands)) == sum(map(len, bands)), "no two of them share a band"
     monkeypatch.setattr(dedup, "ROWS_PER_RANGE", 80)
     monkeypatch.setattr(documents, "GROUPS", 1)
-    assert deduplicate(tmp_path / "parts", units, wanted) == stays
-    assert len(dedup.Bands(wanted, tmp_path / "parts", ("a",)).units()) >= 4
+    assert deduplicate(tmp_path / "parts", units, plan) == stays
+    assert len(dedup.Bands(plan, tmp_path / "parts", ("a",)).units()) >= 4
     assert [len(list((tmp_path / f"parts/signatures/{name}").iterdir())) for name in units] == [
         1,
         1,

@@ -43,24 +43,24 @@ def recipe_with(out: Path, sources=("notes",), **limits):
     return make_recipe(sources, max_chars=2000, benchmarks=quiz, **limits)
 
 
-def documents(done: filter.Filter, number: int = 0):
+def documents(work: filter.Filter, number: int = 0):
     """Return the table of a unit, its counts, and its folder."""
-    folder, receipt = stage.result(done.out, "filter", stage.Unit("notes", number))
+    folder, receipt = stage.result(work.out, "filter", stage.Unit("notes", number))
     return pq.read_table(folder / stage.DOCUMENTS), receipt["counts"], folder
 
 
-def column(done: filter.Filter, name: str) -> list:
-    return documents(done)[0].column(name).to_pylist()
+def column(work: filter.Filter, name: str) -> list:
+    return documents(work)[0].column(name).to_pylist()
 
 
 def test_every_reason_is_counted_and_the_rest_stays_in_order(out):
     texts = [*BAD, *GOOD[:120], *BAD, *GOOD[120:], f"{GOOD[9]}\0 and more\0", "\0\0"]
-    done = run_filter(out, {"notes": [texts]}, recipe_with(out))
-    kept = [*GOOD, f"{GOOD[9]} and more"]
-    table, counts, _ = documents(done)
-    assert table.column("text").to_pylist() == kept
+    work = run_filter(out, {"notes": [texts]}, recipe_with(out))
+    expected = [*GOOD, f"{GOOD[9]} and more"]
+    table, counts, _ = documents(work)
+    assert table.column("text").to_pylist() == expected
     assert table.schema == filter.SCHEMA
-    assert column(done, "doc_id") == [xxhash.xxh3_128_digest(text.encode()) for text in kept]
+    assert column(work, "doc_id") == [xxhash.xxh3_128_digest(text.encode()) for text in expected]
     dropped = {
         "not_utf8": 2,
         "empty": 7,
@@ -70,8 +70,8 @@ def test_every_reason_is_counted_and_the_rest_stays_in_order(out):
         "contaminated": 2,
     }
     assert counts["dropped"] == dropped
-    assert (counts["read"], counts["kept"]) == (len(texts), len(kept))
-    assert counts["bytes"] == sum(len(text.encode()) for text in kept)
+    assert (counts["read"], counts["kept"]) == (len(texts), len(expected))
+    assert counts["bytes"] == sum(len(text.encode()) for text in expected)
     assert counts["nuls"] == 2, "documents that had any"
     assert counts["contamination"] == {"quiz": {"documents": 2, "items": {"0": 2}}}
 
@@ -90,20 +90,20 @@ def test_any_type_of_text_column_and_any_batch_give_the_same_documents(kind, tmp
     texts = [text for text in (*GOOD, *BAD) if kind == pa.string() or not isinstance(text, bytes)]
     monkeypatch.setattr(filter, "_BATCH_ROWS", 7)
     write_raw(tmp_path, {"notes": [texts]}, kind)
-    done = filter.Filter(RECIPE, tmp_path, ("notes",))
-    do_all(done)
-    assert column(done, "text")[: len(GOOD)] == GOOD
-    assert documents(done)[1]["dropped"]["contaminated"] == 0
+    work = filter.Filter(RECIPE, tmp_path, ("notes",))
+    do_all(work)
+    assert column(work, "text")[: len(GOOD)] == GOOD
+    assert documents(work)[1]["dropped"]["contaminated"] == 0
 
 
 def test_a_missing_column_and_a_file_without_rows(out):
     write_raw(out, {"notes": [[], GOOD[:2]]})
-    done = filter.Filter(recipe_with(out), out, ("notes",))
+    work = filter.Filter(recipe_with(out), out, ("notes",))
     with pytest.raises(ValueError, match="make the index first"):
-        do_all(done)
-    decontaminate.make_index(done.recipe.filter.benchmarks, out)
-    do_all(done)
-    assert documents(done)[0].num_rows == 0
+        do_all(work)
+    decontaminate.make_index(work.recipe.filter.benchmarks, out)
+    do_all(work)
+    assert documents(work)[0].num_rows == 0
     with pytest.raises(ValueError, match="no column 'content'; its columns: text"):
         list(filter.read_raw(out / "fetch/notes/unit-00001" / stage.RAW, "content"))
 
@@ -111,9 +111,9 @@ def test_a_missing_column_and_a_file_without_rows(out):
 def filter_parquet(out: Path, columns: dict[str, list], **entry: str) -> filter.Filter:
     """Filter one unit that was copied unchanged; `entry` is added to its plan."""
     write_raw(out, {"notes": [columns]}, **{"kind": "parquet", "text_column": "text", **entry})
-    done = filter.Filter(make_recipe(["notes"], max_chars=20_000), out, ("notes",))
-    do_all(done)
-    return done
+    work = filter.Filter(make_recipe(["notes"], max_chars=20_000), out, ("notes",))
+    do_all(work)
+    return work
 
 
 def test_a_document_of_a_hub_source_is_cut_too_and_says_where_it_came_from(out):
@@ -122,9 +122,9 @@ def test_a_document_of_a_hub_source_is_cut_too_and_says_where_it_came_from(out):
     assert len(long) > 3 * RECIPE.max_document_chars
     columns = {"text": [*GOOD[:9], "short", long, endless, *GOOD[9:12]], "repo": [None] * 15}
     columns |= {"url": [f"http://{i}" for i in range(15)], "score": [1.0] * 15}
-    done = filter_parquet(out, columns, path="data/0.parquet")
-    pieces = column(done, "text")[9:-3]
-    counts = documents(done)[1]
+    work = filter_parquet(out, columns, path="data/0.parquet")
+    pieces = column(work, "text")[9:-3]
+    counts = documents(work)[1]
     assert "".join(pieces) == long
     assert len(pieces) == 4
     assert max(map(len, pieces)) <= RECIPE.max_document_chars
@@ -135,7 +135,7 @@ def test_a_document_of_a_hub_source_is_cut_too_and_says_where_it_came_from(out):
     )
     rows = [*range(9), *[10] * 4, *range(12, 15)]
     expected = [{"file": "data/0.parquet", "row": row, "url": f"http://{row}"} for row in rows]
-    assert [json.loads(each) for each in column(done, "origin")] == expected
+    assert [json.loads(origin) for origin in column(work, "origin")] == expected
 
 
 def test_origins_stay_as_a_reader_says_them_and_as_far_as_they_are_utf8(out):
@@ -143,12 +143,12 @@ def test_origins_stay_as_a_reader_says_them_and_as_far_as_they_are_utf8(out):
     assert column(filter_parquet(out, columns, kind="local"), "origin") == ["a", "b", "c"]
     urls = pa.array([b"http://a/\xff", None, b"", b"http://b"], pa.binary()).view(pa.string())
     columns = {"text": GOOD[:4], "url": urls, "id": [1, 2, 3, 4]}
-    done = filter_parquet(out.with_name("other"), columns, path="0.parquet")
-    found = [json.loads(each) for each in column(done, "origin")]
-    assert [each.get("url") for each in found] == ["http://a/\ufffd", None, "", "http://b"]
-    assert [each["id"] for each in found] == [1, 2, 3, 4]
-    made = json.loads(encode_origin("a.jsonl", 0, {"url": "x\ud800"}).encode())
-    assert made == {"file": "a.jsonl", "row": 0, "url": "x?"}
+    work = filter_parquet(out.with_name("other"), columns, path="0.parquet")
+    origins = [json.loads(origin) for origin in column(work, "origin")]
+    assert [origin.get("url") for origin in origins] == ["http://a/\ufffd", None, "", "http://b"]
+    assert [origin["id"] for origin in origins] == [1, 2, 3, 4]
+    encoded = json.loads(encode_origin("a.jsonl", 0, {"url": "x\ud800"}).encode())
+    assert encoded == {"file": "a.jsonl", "row": 0, "url": "x?"}
 
 
 def test_a_damaged_page_is_named_by_its_file(out):
@@ -169,10 +169,12 @@ def test_a_part_of_a_source_is_what_the_shuffle_puts_first(out):
         recipe = replace(RECIPE, sources=(replace(RECIPE.sources[0], keep=share),))
         work = run_filter(out, {"notes": [GOOD[:130], GOOD[130:]]}, recipe)
         units = [documents(work, number) for number in (0, 1)]
-        ids = [each for table, *_ in units for each in table.column("doc_id").to_pylist()]
-        kept = sorted(key_of_id(each, RECIPE.seed) for each in ids)
-        assert kept == [key for key in keys if key < share * 2**64], (
+        ids = [identity for table, *_ in units for identity in table.column("doc_id").to_pylist()]
+        chosen = sorted(key_of_id(identity, RECIPE.seed) for identity in ids)
+        assert chosen == [key for key in keys if key < share * 2**64], (
             "a prefix of the shuffle's order"
         )
-        assert sum(counts["dropped"]["not_kept"] for _, counts, _ in units) == len(GOOD) - len(kept)
-        assert least <= len(kept) <= most
+        assert sum(counts["dropped"]["not_kept"] for _, counts, _ in units) == len(GOOD) - len(
+            chosen
+        )
+        assert least <= len(chosen) <= most

@@ -94,8 +94,8 @@ def test_a_file_that_changed_is_published_again_while_its_unit_is_there(data):
     flip(path, 0)  # of the right size, but not the file that shuffle wrote
     assert write(data)["notes"] == "built"
     assert path.read_bytes() == expected
-    for made in (data / "shuffle/notes").glob("unit-*/shard-*"):
-        made.unlink()
+    for shard in (data / "shuffle/notes").glob("unit-*/shard-*"):
+        shard.unlink()
     assert write(data)["notes"] == "reused"
     path.unlink()
     missing = r"shard-\d+\.bin is missing, so .* is not published; run 'shuffle'"

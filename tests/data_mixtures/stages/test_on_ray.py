@@ -32,13 +32,13 @@ def cluster(monkeypatch):
     node = {"num_cpus": 1, "object_store_memory": 80 << 20, "include_dashboard": False}
     # given as temp_dir, Ray also writes to /tmp/ray, which not every machine has
     monkeypatch.setenv("RAY_TMPDIR", folder)
-    made = Cluster(initialize_head=True, head_node_args=dict(node))
+    ray_cluster = Cluster(initialize_head=True, head_node_args=dict(node))
     node.pop("include_dashboard")
-    made.add_node(**node)
-    monkeypatch.setenv("RAY_ADDRESS", made.address)
-    yield made
+    ray_cluster.add_node(**node)
+    monkeypatch.setenv("RAY_ADDRESS", ray_cluster.address)
+    yield ray_cluster
     ray.shutdown()
-    made.shutdown()
+    ray_cluster.shutdown()
     shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -78,9 +78,11 @@ def test_a_lost_node_changes_no_byte(s3, cluster, recipe_path, tmp_path, monkeyp
     mirror = str(tmp_path / "more/mirror")
     quiet = Console(quiet=True)
     prepare.prepare(recipe, tmp_path / "one", Options(), quiet, mirror=mirror)
-    lost = lose_a_node(cluster, lambda: len(list((tmp_path / "many/filter").glob("*/unit-*"))) > 2)
+    killer = lose_a_node(
+        cluster, lambda: len(list((tmp_path / "many/filter").glob("*/unit-*"))) > 2
+    )
     prepare.prepare(recipe, tmp_path / "many", RAY, quiet, mirror=mirror)
-    lost.join()
+    killer.join()
     assert not cluster.worker_nodes
     assert count_receipts(tmp_path / "many") > 50
     assert files_of(tmp_path / "many") == files_of(tmp_path / "one")

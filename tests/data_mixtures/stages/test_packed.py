@@ -37,8 +37,8 @@ def reference(texts: list[str]) -> dict[str, packing.Packed]:
         parts.setdefault(f"shard-{at // (48 * 20):05d}.bin", []).append(digest)
         at += len(tokens_of(unique[digest]))
     for file, digests in {**parts, shards.VALID: valid}.items():
-        documents = [np.array(tokens_of(unique[each]), TOKEN) for each in digests]
-        keys = np.array([each % 2**64 for each in digests], np.uint64)
+        documents = [np.array(tokens_of(unique[digest]), TOKEN) for digest in digests]
+        keys = np.array([digest % 2**64 for digest in digests], np.uint64)
         lengths = np.array(list(map(len, documents)))
         files[file] = packing.best_fit(np.concatenate(documents), lengths, keys, 48, SEED)
     return files
@@ -55,9 +55,9 @@ def test_shards_are_those_of_the_reference(tmp_path, monkeypatch, texts):
     files = read_written(tmp_path, "notes")
     expected = reference(texts)
     assert len(expected) > 4
-    for name, made in expected.items():
-        assert files.pop(name) == made.tokens.tobytes()
-        assert files.pop(name.replace(".bin", ".flags.bin")) == made.flags.tobytes()
+    for name, packed in expected.items():
+        assert files.pop(name) == packed.tokens.tobytes()
+        assert files.pop(name.replace(".bin", ".flags.bin")) == packed.flags.tobytes()
     assert {name.split(".", 1)[1] for name in files} == {"docs.zst"}
 
 
@@ -86,16 +86,16 @@ def test_show_names_the_documents_of_a_window(data, monkeypatch):
             return text_of([int(i) for i in ids if i])
 
     monkeypatch.setattr(show.tokenizer, "load", lambda path: Decoder())
-    found = next(show.read_sequences(data / "phase1.lock.json", {}, np.array([3])))
+    window = next(show.read_sequences(data / "phase1.lock.json", {}, np.array([3])))
     whole = [
-        part for part in found["documents"] if part.get("document_tokens", 99) == part["tokens"]
+        part for part in window["documents"] if part.get("document_tokens", 99) == part["tokens"]
     ]
     assert whole
     assert all(part["text"] in TEXTS for part in whole)
     lock = data / "phase1.lock.json"
     (place,) = show.find_documents(lock, whole[0]["id"], None, Console(quiet=True))
-    offset = found["token_offset"] + whole[0]["begins"]
-    assert (place["shard"], place["token_offset"]) == (found["shard"], offset)
+    offset = window["token_offset"] + whole[0]["begins"]
+    assert (place["shard"], place["token_offset"]) == (window["shard"], offset)
 
 
 def test_what_is_packed_otherwise_is_not_mixed(data, tmp_path):

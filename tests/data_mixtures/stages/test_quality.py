@@ -36,9 +36,9 @@ def filter_texts(out: Path, texts: list[str], of_recipe: tuple, **of_source):
     recipe = make_recipe(["notes"], steps=of_recipe)
     sources = (replace(recipe.sources[0], **of_source),)
     recipe = replace(recipe, sources=sources)
-    done = run_filter(out, {"notes": [texts]}, recipe)
+    work = run_filter(out, {"notes": [texts]}, recipe)
     folder, receipt = stage.result(out, "filter", stage.Unit("notes", 0))
-    return pq.read_table(folder / stage.DOCUMENTS), receipt["counts"], done
+    return pq.read_table(folder / stage.DOCUMENTS), receipt["counts"], work
 
 
 def test_formatters_give_the_same_whatever_came_before():
@@ -66,10 +66,10 @@ def test_what_a_step_drops_is_counted_under_its_name_and_changed_text_has_its_ow
     table, counts, _ = filter_texts(tmp_path / "a", texts, ("symbol_lines", pattern, "pii"))
     assert counts["dropped"] | {"regex": 1, "empty": 1} == counts["dropped"]
     assert (counts["read"], counts["kept"]) == (5, 3)
-    kept = table.column("text").to_pylist()
-    assert kept == [load("pii")[0](MAIL)[0], PROSE, PROSE]
+    remaining = table.column("text").to_pylist()
+    assert remaining == [load("pii")[0](MAIL)[0], PROSE, PROSE]
     assert table.column("doc_id").to_pylist() == [
-        xxhash.xxh3_128_digest(text.encode()) for text in kept
+        xxhash.xxh3_128_digest(text.encode()) for text in remaining
     ]
 
 
@@ -88,8 +88,8 @@ def test_each_bucket_of_the_long_mixture_gets_exactly_its_own_documents():
             shipped.source(f"{kind}-{size}").steps for kind in ("cc2-hq", "cc-code", "cc-math")
         )
         assert others == [step, step]
-        kept = [len(text) for text in texts if load(*step)[0](text)[1] is None]
-        assert kept == [n for n in lengths if low <= n < high] != []
+        chosen = [len(text) for text in texts if load(*step)[0](text)[1] is None]
+        assert chosen == [n for n in lengths if low <= n < high] != []
 
 
 def test_a_source_has_steps_of_its_own_and_what_is_kept_is_judged_by_the_text_as_it_is_written(
@@ -98,8 +98,11 @@ def test_a_source_has_steps_of_its_own_and_what_is_kept_is_judged_by_the_text_as
     texts = [f"{MAIL} ({i})" for i in range(40)]
     _, counts, _ = filter_texts(tmp_path / "a", texts, ("pii",), steps=())
     assert counts["kept"] == 40
-    table, counts, done = filter_texts(tmp_path / "b", texts, ("pii",), keep=0.5)
-    keys = [filter.key_of_id(each, done.recipe.seed) for each in table.column("doc_id").to_pylist()]
+    table, counts, work = filter_texts(tmp_path / "b", texts, ("pii",), keep=0.5)
+    keys = [
+        filter.key_of_id(identity, work.recipe.seed)
+        for identity in table.column("doc_id").to_pylist()
+    ]
     assert 8 < len(keys) < 32
     assert max(keys) < 2**63
     assert counts["dropped"]["not_kept"] == 40 - len(keys)

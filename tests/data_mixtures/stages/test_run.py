@@ -135,8 +135,8 @@ def test_ctrl_c_ends_all_and_leaves_nothing(toy):
 
 
 def test_one_preparation_of_a_folder_at_a_time(toy, monkeypatch):
-    held = rf"another process is preparing .* \(held by process {os.getpid()} on "
-    with hold_lock(toy.out / ".lock", ""), pytest.raises(ValueError, match=held):
+    message = rf"another process is preparing .* \(held by process {os.getpid()} on "
+    with hold_lock(toy.out / ".lock", ""), pytest.raises(ValueError, match=message):
         run(toy, Options())
 
     def flock(*arguments):

@@ -48,8 +48,8 @@ def stages_of(out: Path, plan=PLAN) -> list[stage.Stage]:
 
 
 def run_all(stages: list[stage.Stage]) -> None:
-    for each in stages:
-        run(each)
+    for work in stages:
+        run(work)
 
 
 @settings(max_examples=15)
@@ -93,32 +93,34 @@ def test_too_little_text_is_named(tmp_path):
 
 
 # a stage of STAGES reads what the one of the same place here made
-MADE_BY = ("tokenize", "runs", "order")
+READ_STAGES = ("tokenize", "runs", "order")
 OF_DOCUMENTS = ("tokens.bin", "documents.npy", "origins.bin", "tokens.bin.xxh3")
 
 
 @pytest.mark.parametrize(
-    ("units", "made", "files"),
+    ("units", "damaged_stage", "files"),
     [
         (2, "tokenize", OF_DOCUMENTS),
         (4, "runs", OF_DOCUMENTS),
         (2, "order", ("train.npy", "valid.npy")),
     ],
 )
-def test_a_flipped_bit_before_a_shard_stops_it_and_mends_itself(tmp_path, tiny, units, made, files):
+def test_a_flipped_bit_before_a_shard_stops_it_and_mends_itself(
+    tmp_path, tiny, units, damaged_stage, files
+):
     plan = plan_of(valid_per_10000=3000)
     parts = split(texts_of(100), units)
-    done = MADE_BY.index(made)
+    first = READ_STAGES.index(damaged_stage)
     for name in files:
         out = tmp_path / name
         write_tokenized(out, "notes", parts)
         stages = stages_of(out, plan)
-        run_all(stages[:done])
-        folder = out / made / "notes/unit-00001"
+        run_all(stages[:first])
+        folder = out / damaged_stage / "notes/unit-00001"
         flip(folder / name)
-        broken = rf"{name.removesuffix('.xxh3')} is not what '{made}' wrote"
+        broken = rf"{name.removesuffix('.xxh3')} is not what '{damaged_stage}' wrote"
         with pytest.raises(ValueError, match=broken) as error:
-            run_all(stages[done:])
+            run_all(stages[first:])
         assert "\n" not in str(error.value)
         assert str(folder) in str(error.value)
         assert not (folder / stage.RECEIPT).is_file()  # so it is made again

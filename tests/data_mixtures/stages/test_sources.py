@@ -31,17 +31,22 @@ def mirror(tmp_path):
 
 
 def make_plan(path: Path, out: Path, mirror: Path | None = None) -> recipes.Recipe:
-    read = recipe_file.load(path)
-    plan.make(read, out, [source.name for source in read.sources], str(mirror) if mirror else None)
-    return read
+    recipe = recipe_file.load(path)
+    plan.make(
+        recipe, out, [source.name for source in recipe.sources], str(mirror) if mirror else None
+    )
+    return recipe
 
 
 def fetch_all(
     path: Path, out: Path, mirror: Path | None = None, budget: int | None = None
 ) -> Fetch:
-    read = make_plan(path, out, mirror)
+    recipe = make_plan(path, out, mirror)
     work = Fetch(
-        read, out, tuple(source.name for source in read.sources), str(mirror) if mirror else None
+        recipe,
+        out,
+        tuple(source.name for source in recipe.sources),
+        str(mirror) if mirror else None,
     )
     with stage.exclusive(out):
         work.check_room(budget)

@@ -107,11 +107,11 @@ def write(folder: Path) -> Path:
         pq.write_table(pa.table({"text": clean}), folder / f"b/{number}.parquet")
     (folder / "quiz.jsonl").write_text(json.dumps({"question": QUESTION}))
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    made = Tokenizer(models.BPE({each: n for n, each in enumerate(alphabet)}, []))
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = decoders.ByteLevel()
-    made.add_special_tokens(["<s>", "</s>"])
-    made.save(str(folder / "tokenizer.json"))
+    tokenizer = Tokenizer(models.BPE({character: n for n, character in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<s>", "</s>"])
+    tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "recipe.toml").write_text(RECIPE)
     return folder / "recipe.toml"
 
@@ -123,12 +123,12 @@ def digest(out: Path, name: str) -> str:
     for path in sorted((out / name).rglob("unit-*/*")):
         if path.name == stage.RECEIPT:
             counts = json.loads(path.read_text())["counts"]
-            said = {
+            facts = {
                 key: counts[key]
                 for key in ("documents", "read", "cut", "kept", "dropped")
                 if key in counts
             }
-            whole.update(json.dumps(said, sort_keys=True).encode())
+            whole.update(json.dumps(facts, sort_keys=True).encode())
         elif path.suffix == ".parquet":
             whole.update(json.dumps(pq.read_table(path).to_pydict(), default=bytes.hex).encode())
         elif path.suffix == ".zst":
@@ -191,9 +191,9 @@ def test_a_changed_recipe_makes_the_units_again_that_depend_on_it(out, tmp_path,
     shutil.copytree(out.parent, tmp_path / "copy")
     (tmp_path / "copy/in/other.jsonl").write_text(json.dumps({"question": f"{QUESTION} and seas"}))
     (tmp_path / "copy/in/recipe.toml").write_text(RECIPE.replace(old, new))
-    done = units_done(tmp_path / "copy")
-    del done["fetch"]  # its files are in another place
-    assert [name for name, count in done.items() if count] == again.split()
+    units = units_done(tmp_path / "copy")
+    del units["fetch"]  # its files are in another place
+    assert [name for name, count in units.items() if count] == again.split()
 
 
 def test_a_higher_format_makes_units_again_and_other_code_does_not(out, monkeypatch):
@@ -203,6 +203,8 @@ def test_a_higher_format_makes_units_again_and_other_code_does_not(out, monkeypa
     assert not any(units_done(out.parent).values())
     assert receipts == [path.stat().st_mtime_ns for path in sorted(out.rglob(stage.RECEIPT))]
     monkeypatch.setitem(stage.FORMATS, "filter", stage.FORMATS["filter"] + 1)
-    done = units_done(out.parent)
-    assert done["fetch"] == done["tokenize"] == 0, "the same results are read by the stages behind"
-    assert done["filter"] > 0
+    units = units_done(out.parent)
+    assert units["fetch"] == units["tokenize"] == 0, (
+        "the same results are read by the stages behind"
+    )
+    assert units["filter"] > 0

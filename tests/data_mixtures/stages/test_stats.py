@@ -31,10 +31,10 @@ def data(tmp_path, monkeypatch):
 
 def test_counts_are_those_of_the_texts(data):
     console = Console(record=True, width=160)
-    found = stats.write(data, SOURCES, console, workers=2)
-    assert read_json(data / "stats.json") == found
+    statistics = stats.write(data, SOURCES, console, workers=2)
+    assert read_json(data / "stats.json") == statistics
     for source in SOURCES:
-        facts = found["sources"][source]
+        facts = statistics["sources"][source]
         unique = set(TEXTS[source])
         assert facts["documents"] == len(unique)
         assert facts["tokens"] == sum(len(tokens_of(text)) for text in unique)
@@ -43,13 +43,18 @@ def test_counts_are_those_of_the_texts(data):
         assert (facts["longest"], facts["mean"]) == (max(sizes), round(sum(sizes) / len(sizes), 2))
 
     pairs = {
-        tuple(pair["sources"]): pair["documents"] for pair in found["shared_documents"]["pairs"]
+        tuple(pair["sources"]): pair["documents"]
+        for pair in statistics["shared_documents"]["pairs"]
     }
     sets = {source: set(texts) for source, texts in TEXTS.items()}
     assert pairs == {(a, b): len(sets[a] & sets[b]) for a, b in combinations(SOURCES, 2)}
     assert len(set.intersection(*sets.values())) > 5, "one document in three sources is three pairs"
 
-    assert found["phases"]["phase1"]["shares"] == {"notes": 1 / 6, "sums": 2 / 6, "odds": 3 / 6}
+    assert statistics["phases"]["phase1"]["shares"] == {
+        "notes": 1 / 6,
+        "sums": 2 / 6,
+        "odds": 3 / 6,
+    }
     printed = console.export_text()
     for title in ("Sources", "Shares", "Dropped", "Documents that sources share"):
         assert title in printed

@@ -31,23 +31,23 @@ def run_tokenize(out, texts) -> Tokenize:
     recipe = make_recipe(texts, TRAINING)
     run_filter(out, texts, recipe)
     tokenize.make_tokenizer(recipe, out)
-    done = Tokenize(recipe, out, tuple(texts))
-    do_all(done)
-    return done
+    work = Tokenize(recipe, out, tuple(texts))
+    do_all(work)
+    return work
 
 
 def test_documents_in_shuffled_order_with_their_tokens(tmp_path, monkeypatch):
     monkeypatch.setattr(blocks, "COPY_BYTES", 2000)  # several copies a unit
     texts = notes(300)
     texts[17] = texts[3]
-    done = run_tokenize(tmp_path / "out", {"a": [texts, []], "b": [notes(20, 4)]})
-    folder, receipt = stage.result(done.out, "tokenize", stage.Unit("a", 0))
+    work = run_tokenize(tmp_path / "out", {"a": [texts, []], "b": [notes(20, 4)]})
+    folder, receipt = stage.result(work.out, "tokenize", stage.Unit("a", 0))
     documents = np.load(folder / INDEX)
     tokens = np.fromfile(folder / TOKENS, "<u2")
     assert documents.dtype == DOCUMENT
     ordered = sorted(texts, key=lambda text: place(text, seed=11))
     processor = sentencepiece.SentencePieceProcessor(
-        model_file=str(done.out / shards.TOKENIZER_MODEL)
+        model_file=str(work.out / shards.TOKENIZER_MODEL)
     )
     assert tokens.tolist() == [i for text in ordered for i in (1, *processor.encode(text), 2)]
     for row, text in zip(documents, ordered, strict=True):
@@ -72,7 +72,7 @@ def test_documents_in_shuffled_order_with_their_tokens(tmp_path, monkeypatch):
         texts.index(text, 5 if i and ordered[i - 1] == text else 0)
         for i, text in enumerate(ordered)
     ]
-    empty = stage.result(done.out, "tokenize", stage.Unit("a", 1))[1]
+    empty = stage.result(work.out, "tokenize", stage.Unit("a", 1))[1]
     assert empty["counts"] == receipt["counts"] | dict.fromkeys(sizes, 0)
 
 
@@ -88,11 +88,11 @@ def test_units_do_not_change_the_tokenizer_nor_the_sample(tmp_path):
     one = tmp_path / "one"
     three = tmp_path / "three"
     run_tokenize(one, {"a": [texts], "b": [other]})
-    done = run_tokenize(three, {"a": [texts[200:], texts[:50], texts[50:200]], "b": [other]})
+    work = run_tokenize(three, {"a": [texts[200:], texts[:50], texts[50:200]], "b": [other]})
     assert (one / "tokenizer.model").read_bytes() == (three / "tokenizer.model").read_bytes()
-    sample = tokenize.training_sample(done.recipe, three, TRAINING.train_bytes)
+    sample = tokenize.training_sample(work.recipe, three, TRAINING.train_bytes)
     assert 20_000 <= sum(len(text.encode()) for text in sample) < 21_000
-    selected = unique_train(texts, done.recipe)
+    selected = unique_train(texts, work.recipe)
     assert sample[: len(sample) - 40] == selected[: len(sample) - 40]
 
 
@@ -103,10 +103,10 @@ def test_a_tokenizer_is_brought_along(tmp_path):
     model = out / "tokenizer.model"
     other = tmp_path / "mine.model"
     other.write_bytes(tokenizer.train(notes(100, 5), TokenizerTraining(330, 10_000, 0.999)))
-    brought = make_recipe(texts, TokenizerFile(str(other)))
-    tokenize.make_tokenizer(brought, out)
+    plan = make_recipe(texts, TokenizerFile(str(other)))
+    tokenize.make_tokenizer(plan, out)
     assert model.read_bytes() == other.read_bytes()
-    assert do_all(Tokenize(brought, out, ("a",))) == 1
+    assert do_all(Tokenize(plan, out, ("a",))) == 1
 
     unfiltered = make_recipe(["a", "b"], TRAINING)
     with pytest.raises(ValueError, match="lacks source 'b'"):

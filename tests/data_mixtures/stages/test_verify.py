@@ -71,8 +71,8 @@ def other_docs(path: Path) -> None:
 )
 def test_damage_is_named(data, file, damage, lines):
     damage(data / file)
-    found = damage_of(data)
-    for line, expected in zip(found[: len(lines)], lines, strict=True):
+    reported = damage_of(data)
+    for line, expected in zip(reported[: len(lines)], lines, strict=True):
         assert line.startswith(f"{file}: {expected}")
 
 
