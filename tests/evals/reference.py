@@ -27,7 +27,7 @@ def scores_of(
 
 def continue_greedily(model: torch.nn.Module, ids: list[int], count: int) -> list[int]:
     """Return the next `count` ids, each from the whole prompt again."""
-    known = list(ids)
+    sequence = list(ids)
     for _ in range(count):
-        known.append(int(logits_of(model, known)[-1].argmax()))
-    return known[len(ids) :]
+        sequence.append(int(logits_of(model, sequence)[-1].argmax()))
+    return sequence[len(ids) :]

@@ -38,8 +38,8 @@ class Unigram:
     backend, device, dtype = "unigram", "cpu", "float32"
 
     def one(self, prompt):
-        found = self.log_p[np.asarray(prompt.ids[prompt.start :])]
-        return Scores(found.astype(np.float32).astype(np.float64), np.zeros(0))
+        logprobs = self.log_p[np.asarray(prompt.ids[prompt.start :])]
+        return Scores(logprobs.astype(np.float32).astype(np.float64), np.zeros(0))
 
     def score(self, items):
         for item in items:
@@ -76,10 +76,13 @@ def test_sums_by_hand():
     scorer = Unigram()
     windows = {"web": windows_of(1), "code": windows_of(3, count=9)}
     for rows in windows.values():
-        got = score(scorer, rows, TOKEN_BYTES)
+        figures = score(scorer, rows, TOKEN_BYTES)
         expected = by_hand(rows, scorer, TOKEN_BYTES)
-        assert (got["bits_per_byte"], got["loss"]) == pytest.approx(expected, rel=TOLERANCE)
-        assert (got["tokens"], got["bytes"]) == (rows[:, 1:].size, TOKEN_BYTES[rows[:, 1:]].sum())
+        assert (figures["bits_per_byte"], figures["loss"]) == pytest.approx(expected, rel=TOLERANCE)
+        assert (figures["tokens"], figures["bytes"]) == (
+            rows[:, 1:].size,
+            TOKEN_BYTES[rows[:, 1:]].sum(),
+        )
     whole = bits_per_byte(
         scorer, windows, {"web": "general", "code": "code"}, TOKEN_BYTES, Partial()
     )

@@ -48,15 +48,15 @@ def test_every_evaluation_is_a_command():
 
 
 def test_shipped_job_files_ask_for_what_can_run():
-    asked = 0
+    jobs_with_evals = 0
     for path in sorted((ROOT / "configs").glob("*.toml")):
         if "[job]" not in path.read_text():
             continue  # an experiment's, which names a job file
         job = read_job(["--job.config_file", str(path)])
         if job.evals.every_steps:
             check(job)
-            asked += 1
-    assert asked >= 4
+            jobs_with_evals += 1
+    assert jobs_with_evals >= 4
 
 
 def test_checking_needs_neither_torch_nor_the_engine():
@@ -106,9 +106,9 @@ def test_arguments_of_a_checkpoint():
     module, kind, options = read_command("code --dataset d --results 'r s/{step}'")
     words = kind.arguments(Path("hf"), options, About(Path("o"), 20, None, "phase1"), "auto")
     assert module == "evals.code"
-    given = ["--dataset", "d", "--results", "r s/20"]
+    options_with_step = ["--dataset", "d", "--results", "r s/20"]
     about = ["--out", "o", "--step", "20"]
-    assert words == ["hf", *given, *about, "--phase", "phase1"]
+    assert words == ["hf", *options_with_step, *about, "--phase", "phase1"]
     assert kind.arguments(Path("hf"), [], About(), "cuda") == ["hf", "--device", "cuda"]
 
 

@@ -83,7 +83,7 @@ def test_core_categories_and_gold_bits_are_the_differences_of_the_records(tmp_pa
         tmp_path / str(write_items(tmp_path / "evals.jsonl", HEAD | {"step": step}, side))
         for step, side in enumerate(sides)
     )
-    found = compare(a, b)
+    comparison = compare(a, b)
     records = []
     for side in sides:
         tasks = {
@@ -91,23 +91,27 @@ def test_core_categories_and_gold_bits_are_the_differences_of_the_records(tmp_pa
             for task in TASKS
         }
         records.append(tasks | {"": aggregate(tasks)})
-    for label, row in found["tasks"].items():
-        assert [row["a"], row["b"]] == pytest.approx([each[label]["accuracy"] for each in records])
+    for label, row in comparison["tasks"].items():
+        assert [row["a"], row["b"]] == pytest.approx(
+            [figures[label]["accuracy"] for figures in records]
+        )
         assert row["difference"] == pytest.approx(row["b"] - row["a"])
     before, after = (record[""] for record in records)
-    pairs = [(found, before, after, "core_v1"), (found, before, after, "core_v2")]
-    for name, category in found["categories"].items():
+    pairs = [(comparison, before, after, "core_v1"), (comparison, before, after, "core_v2")]
+    for name, category in comparison["categories"].items():
         pairs.append(
             (category, before["categories"][name], after["categories"][name], "centered_v2")
         )
     for change, old, new, figure in pairs:
         assert change[figure] == pytest.approx(new[figure] - old[figure], abs=1e-12)
-    errors = [found["tasks"][t.label]["standard_error"] / (1 - t.baseline_v2 / 100) for t in TASKS]
-    assert found["core_v2_se"] == pytest.approx(math.hypot(*errors) / 22)
+    errors = [
+        comparison["tasks"][t.label]["standard_error"] / (1 - t.baseline_v2 / 100) for t in TASKS
+    ]
+    assert comparison["core_v2_se"] == pytest.approx(math.hypot(*errors) / 22)
     bits = [
         sum(record[task.label]["gold_bits_per_byte"] for task in TASKS) / 22 for record in records
     ]
-    assert found["bits_difference"] == pytest.approx(bits[1] - bits[0])
+    assert comparison["bits_difference"] == pytest.approx(bits[1] - bits[0])
     copa = write(tmp_path, [True], [1.0])
     assert (compare(copa, copa)["core_v2"], compare(copa, copa)["bits_difference"]) == (None, 0)
 

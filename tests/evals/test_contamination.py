@@ -17,11 +17,11 @@ from records.evals import About
 from tests.records.test_fields import check as check_fields
 
 
-def source(data: Path, name: str, found: dict, tokenizer: str = "ab"):
+def source(data: Path, name: str, hits: dict, tokenizer: str = "ab"):
     folder = data / name
     folder.mkdir(parents=True, exist_ok=True)
     valid = write_windows(folder / "valid.bin", np.arange(5, dtype=np.uint16), 4)
-    manifest = {"contamination": found, "tokenizer_sha256": tokenizer, "shards": [], "valid": valid}
+    manifest = {"contamination": hits, "tokenizer_sha256": tokenizer, "shards": [], "valid": valid}
     write_manifest(folder, manifest)
 
 

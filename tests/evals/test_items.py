@@ -18,7 +18,7 @@ ITEMS, ENDS_AFTER = 300, 280
 def test_an_evaluation_goes_on_where_it_ended_with_the_same_bytes(folder, tmp_path, monkeypatch):
     bundle = tmp_path / "bundle"
     score = EngineScorer.score
-    asked = []
+    scored = []
     rows = [
         row | {"query": f"{i} {row['query']}"} for i, row in enumerate(CHOICE_ROWS * (ITEMS // 5))
     ]
@@ -26,8 +26,8 @@ def test_an_evaluation_goes_on_where_it_ended_with_the_same_bytes(folder, tmp_pa
 
     def count(self, items):
         for scores in score(self, items):
-            asked.append(scores)
-            if len(asked) == ENDS_AFTER:
+            scored.append(scores)
+            if len(scored) == ENDS_AFTER:
                 raise KeyboardInterrupt
             yield scores
 
@@ -44,17 +44,17 @@ def test_an_evaluation_goes_on_where_it_ended_with_the_same_bytes(folder, tmp_pa
         evaluate("again")
     assert evaluate("again") == whole
     # only what was not kept is asked again
-    assert len(asked) == ENDS_AFTER + ITEMS - WINDOW
+    assert len(scored) == ENDS_AFTER + ITEMS - WINDOW
     # nothing else stays
     assert sorted(path.name for path in (tmp_path / "again").iterdir()) == ["items", "x"]
 
 
 def test_half_a_window_left_by_a_crash_is_asked_again(tmp_path):
-    asked = []
+    answered = []
 
-    def answer(left):
-        for item in left:
-            asked.append(item)
+    def answer(items):
+        for item in items:
+            answered.append(item)
             yield item / 3
 
     first = open_partial(tmp_path / "evals.jsonl", "core", "model")
@@ -62,11 +62,11 @@ def test_half_a_window_left_by_a_crash_is_asked_again(tmp_path):
     assert first.complete("copa", range(4), answer, together=2) == [0, 1 / 3, 2 / 3, 1.0]
     lines = first.path.read_text().splitlines()
     first.path.write_text(f"{lines[0]}\n{lines[1][:20]}")
-    asked.clear()
+    answered.clear()
     for _ in range(2):
         again = open_partial(tmp_path / "evals.jsonl", "core", "model")
         assert again.complete("copa", range(4), answer, together=2) == [0, 1 / 3, 2 / 3, 1.0]
-    assert asked == [2, 3]
+    assert answered == [2, 3]
     assert open_partial(tmp_path / "evals.jsonl", "core", "another model").answers == {}
     again.remove()
     assert not list(tmp_path.iterdir())

@@ -80,13 +80,13 @@ def test_prompts_of_a_file_and_any_model(tmp_path):
     (tmp_path / "hf/chat_template.jinja").unlink()
     samples = main(tmp_path / "hf", max_new_tokens=2, source=CPU)["samples"]
     assert [sample["name"] for sample in samples] == ["prose", "fact", "code"]
-    asked = {"a": "The cat", "b": "1 and 2", "": ""}
+    texts = {"a": "The cat", "b": "1 and 2", "": ""}
     prompts = write_lines(
-        tmp_path / "x.jsonl", ({"name": n, "text": text} for n, text in asked.items())
+        tmp_path / "x.jsonl", ({"name": n, "text": text} for n, text in texts.items())
     )
     prompts.write_text("\n" + prompts.read_text())
     record = main(tmp_path / "hf", prompts, max_new_tokens=3, source=CPU)
-    assert {sample["name"]: sample["prompt"] for sample in record["samples"]} == asked
+    assert {sample["name"]: sample["prompt"] for sample in record["samples"]} == texts
     assert (record["backend"], record["dtype"]) == ("transformers", "float32")
 
 

@@ -47,14 +47,14 @@ class Written(NamedTuple):
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
     folder = tmp_path_factory.mktemp("models")
-    made = {}
+    written = {}
     for name, write, options in (
         ("laneformer", write_laneformer, {}),
         ("llama", write_llama, {}),
         ("mistral", write_llama, {"sliding_window": 8}),
     ):
-        made[name] = Written(folder / name, write(folder / name, **options))
-    return made
+        written[name] = Written(folder / name, write(folder / name, **options))
+    return written
 
 
 @pytest.fixture
@@ -80,7 +80,7 @@ def check_scores(model: torch.nn.Module, prompt: Prompt, scores: Scores):
 
 
 def check(scorer: Scorer, model: torch.nn.Module):
-    prompts = [Prompt(*each) for each in (ONE_MORE, *SEQUENCES)]
+    prompts = [Prompt(*sequence) for sequence in (ONE_MORE, *SEQUENCES)]
     (together,) = scorer.score([prompts])
     for prompt, batched in zip(prompts, together, strict=True):
         check_scores(model, prompt, batched)
@@ -192,7 +192,7 @@ def test_a_server_says_what_the_engine_says(models):
     theirs = open_scorer(folder, served)
     about = (theirs.backend, theirs.device, theirs.dtype, theirs.scoring_room)
     assert about == ("endpoint", served.base_url, None, 127)
-    items = [[Prompt(*each)] for each in SEQUENCES] + [
+    items = [[Prompt(*sequence)] for sequence in SEQUENCES] + [
         [Prompt([1, 5, 6], 2), Prompt([1, 5, 7, 8], 2)]
     ]
     for a, b in zip(ours.score(items), theirs.score(items), strict=True):
@@ -291,7 +291,7 @@ def test_auto_is_the_gpu_where_one_is_visible(models, monkeypatch, driver, gpus)
         ):
             open_scorer(folder, Source(device="cuda"))
         return
-    assert [resolve_device(asked) for asked in ("cuda:1", "cuda")] == ["cuda:1", "cuda:0"]
+    assert [resolve_device(name) for name in ("cuda:1", "cuda")] == ["cuda:1", "cuda:0"]
     with pytest.raises(ValueError, match="choose auto, cpu, cuda:0, cuda:1"):
         resolve_device("cuda:0,cuda:2")
     with pytest.raises(ValueError, match="Transformers runs on one device"):

@@ -160,7 +160,7 @@ def test_records_of_any_age_and_kind():
 def test_a_tracker_that_fails_is_reported_and_gets_it_later(tmp_path):
     records = [{"kind": "bits_per_byte", "step": 3, "bits_per_byte": 0.5}]
     log = []
-    sent = []
+    received = []
     trackers = Trackers(job_of(tmp_path), log.append)
     trackers.senders["wandb"] = lambda *_: 1 / 0
     for _ in range(2):
@@ -168,7 +168,9 @@ def test_a_tracker_that_fails_is_reported_and_gets_it_later(tmp_path):
         assert log == ["wandb got no evaluations: division by zero; a later start sends them"]
         assert trackers.read_counts() == {"TensorBoard": 1}
     later = Trackers(job_of(tmp_path), log.append)
-    later.senders["wandb"] = lambda run, folder, numbered, given: sent.extend(numbered[given:])
+    later.senders["wandb"] = lambda run, folder, numbered, already_sent: received.extend(
+        numbered[already_sent:]
+    )
     later.give(records)
-    assert sent == [(0, records[0])]
+    assert received == [(0, records[0])]
     assert later.read_counts() == {"TensorBoard": 1, "wandb": 1}

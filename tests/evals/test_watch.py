@@ -75,12 +75,14 @@ def test_wanted_steps_in_order_the_last_one_too(tmp_path, monkeypatch):
     damaged = save(tmp_path, 30)
     next(damaged.glob("*.distcp")).unlink()
     watcher = Played(tmp_path)
-    sent = []
-    monkeypatch.setattr(watcher.trackers, "give", lambda records: sent.append(len(records)))
+    record_counts = []
+    monkeypatch.setattr(
+        watcher.trackers, "give", lambda records: record_counts.append(len(records))
+    )
     assert watcher.look_once() == 0
     assert read_evaluated(tmp_path) == speed_at(1, 10, 20, 35)
     # trackers get each record when it is there
-    assert sent == [0, 1, 2, 3, 4]
+    assert record_counts == [0, 1, 2, 3, 4]
     late = tmp_path / "late"
     shutil.copytree(tmp_path / "checkpoint", late / "checkpoint")
     Played(late, newest_first=True).look_once()
@@ -283,10 +285,10 @@ def test_a_job_evaluates_its_own_checkpoints_and_a_killed_watcher_goes_on(prepar
         "--evals.commands",
         f"{command},decode_speed --device nowhere",
     ]
-    done = subprocess.run(
+    process = subprocess.run(
         [*launch, *job], cwd=ROOT, env=env, capture_output=True, text=True, timeout=1100
     )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    assert process.returncode == 0, process.stdout[-2000:] + process.stderr[-4000:]
     # once, not on each rank; and a command that fails is reported and ends nothing
     out = run / "evals.jsonl"
     assert [(record["command"], record["step"]) for record in read_lines(out)] == [

@@ -119,8 +119,8 @@ def find_counted(
     merged = merge_attempts([dict(row) for row in rows], starts)
     # what does not count is only marked
     assert sum(len(s.rows) for s in merged) == len(rows)
-    counted = [segment for segment in merged if segment.kept]
-    return [(row["step"], row["attempt"]) for segment in counted for row in segment.rows]
+    segments = [segment for segment in merged if segment.kept]
+    return [(row["step"], row["attempt"]) for segment in segments for row in segment.rows]
 
 
 @given(histories(), st.randoms())
@@ -139,11 +139,11 @@ def test_what_counts_is_what_led_to_the_newest_state(played, random):
 @given(histories())
 def test_without_starts_no_step_counts_twice_and_the_last_attempt_wins(played):
     rows, _, _ = played
-    counted = find_counted(rows, None)
-    steps = [step for step, _ in counted]
+    rows_that_count = find_counted(rows, None)
+    steps = [step for step, _ in rows_that_count]
     assert steps == sorted(set(steps))
     last = {row["step"]: row["attempt"] for row in rows}  # rows come in order of attempts
-    assert all(attempt == last[step] for step, attempt in counted)
+    assert all(attempt == last[step] for step, attempt in rows_that_count)
 
 
 def write(
@@ -232,10 +232,10 @@ def test_a_run_that_names_itself_as_its_parent_is_read_and_another_folder_refuse
     assert len(read_run(tmp_path / "run").rows) == 2
 
 
-def wandb_id(run: Path, monkeypatch: pytest.MonkeyPatch, **given: str) -> str:
+def wandb_id(run: Path, monkeypatch: pytest.MonkeyPatch, **environment: str) -> str:
     """Of a process that starts in the run folder."""
     with monkeypatch.context() as patch:
-        patch.setattr(os, "environ", given)
+        patch.setattr(os, "environ", environment)
         name_wandb_run(run)
         assert os.environ["WANDB_RUN_NAME"] == run.name
         return os.environ["WANDB_RUN_ID"]

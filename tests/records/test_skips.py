@@ -17,11 +17,11 @@ WINDOWS = st.lists(
 
 @given(WINDOWS, st.integers(0, 40), st.integers(1, 30))
 def test_numbers_are_those_in_no_window(windows, first, count):
-    out = {g for a, b in windows for g in range(a, b)}
-    kept = [g for g in range(200) if g not in out]
+    skipped = {g for a, b in windows for g in range(a, b)}
+    remaining = [g for g in range(200) if g not in skipped]
     skips = SkipList(windows)
-    assert skips.numbers(first, count).tolist() == kept[first : first + count]
-    assert skips.reach(first) == (kept[first - 1] + 1 if first else 0)
+    assert skips.numbers(first, count).tolist() == remaining[first : first + count]
+    assert skips.reach(first) == (remaining[first - 1] + 1 if first else 0)
 
 
 @given(st.sets(st.integers(0, 50)))

@@ -11,7 +11,7 @@ from tests.data_mixtures.served import Served
 
 
 class FakeBucket(Served):
-    """`with FakeBucket(contents) as bucket:` serves at bucket.url; bucket.asked counts by sha1.
+    """`with FakeBucket(contents) as bucket:` serves at bucket.url; bucket.requests counts by sha1.
 
     flaws: answers to a sha1 before its object, in order: a status, or bytes. slow_s: seconds of
     every answer. down: 503 to all.
@@ -20,7 +20,7 @@ class FakeBucket(Served):
     def __init__(self, contents: list[bytes], slow_s: float = 0.0) -> None:
         super().__init__()
         self.objects = {sha1(content): gzip.compress(content) for content in contents}
-        self.asked: Counter[str] = Counter()
+        self.requests: Counter[str] = Counter()
         self.flaws: dict[str, list[int | bytes]] = {}
         self.slow_s = slow_s
         self.down = False
@@ -28,7 +28,7 @@ class FakeBucket(Served):
         self.url += "/content/{sha1}"
 
     def answer(self, name: str) -> bytes | tuple[bytes, int]:
-        self.asked[name] += 1
+        self.requests[name] += 1
         time.sleep(self.slow_s)
         flaws = self.flaws.get(name)
         body: int | bytes = flaws.pop(0) if flaws else self.objects.get(name, 404)

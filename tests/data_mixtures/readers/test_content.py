@@ -52,7 +52,7 @@ def test_each_content_once_in_order_with_its_origin_through_failures(tmp_path, c
         three, four, five = map(sha1, CONTENTS[3:6])
         bucket.flaws = {three: [503, 429, 500], four: [b"damaged"], five: [CONTENTS[5]]}
         counts, rows = fetch_contents(tmp_path, bucket.url)
-        assert bucket.asked == {**{sha1(each): 1 for each in CONTENTS}, three: 4, four: 2}
+        assert bucket.requests == {**{sha1(each): 1 for each in CONTENTS}, three: 4, four: 2}
     assert "/parts: 40 of 300 contents, 0 missing" in capsys.readouterr().err.splitlines()[0]
     assert [row["text"] for row in rows] == CONTENTS
     assert json.loads(rows[299]["origin"]) == {"file": "resolved", "row": 299, "repo": "a/299"}
@@ -79,7 +79,7 @@ def test_a_bucket_that_does_not_answer_ends_the_unit_and_keeps_what_came(tmp_pat
         system = content._Bucket.content
 
         def content_then_down(self, name):
-            bucket.down = sum(bucket.asked.values()) > 150
+            bucket.down = sum(bucket.requests.values()) > 150
             return system(self, name)
 
         monkeypatch.setattr(content._Bucket, "content", content_then_down)
@@ -89,9 +89,9 @@ def test_a_bucket_that_does_not_answer_ends_the_unit_and_keeps_what_came(tmp_pat
         assert 100 < saved < 200
         monkeypatch.setattr(content._Bucket, "content", system)
         bucket.down = False
-        bucket.asked.clear()
+        bucket.requests.clear()
         _, rows = fetch_contents(tmp_path, bucket.url)
-        assert bucket.asked.total() == 300 - saved
+        assert bucket.requests.total() == 300 - saved
     assert len(rows) == 300
 
 
@@ -119,14 +119,16 @@ def test_contents_become_shards_and_missing_ones_stop_the_unit_alone(tmp_path, m
             prepare_folder(tmp_path / "code.toml", out)
         assert list((out / "fetch/code").glob(".unit-*")) == [out / "fetch/code/.unit-00001.parts"]
         bucket.objects |= FakeBucket(contents[100:107]).objects
-        bucket.asked.clear()
+        bucket.requests.clear()
         prepare_folder(tmp_path / "code.toml", out)
-        assert set(bucket.asked) == {sha1(each) for each in (*contents[100:110], *contents[200:])}
+        assert set(bucket.requests) == {
+            sha1(each) for each in (*contents[100:110], *contents[200:])
+        }
         # another time is another plan, and not a reason to ask again
         (tmp_path / "resolved.parquet").touch()
-        bucket.asked.clear()
+        bucket.requests.clear()
         assert "fetch         3 units done" in prepare_folder(tmp_path / "code.toml", out)
-        assert set(bucket.asked) == {sha1(each) for each in contents[107:110]}
+        assert set(bucket.requests) == {sha1(each) for each in contents[107:110]}
     assert not list((out / "fetch/code").glob(".unit-*"))
     manifest = shards.read_manifest(out / "code")
     assert (manifest["read"], manifest["kept"]) == (251, 247 - manifest["dropped"]["too_short"])

@@ -61,7 +61,7 @@ def test_plan_and_fetch_from_the_hub(hub, tmp_path):
     assert [entry["path"] for entry in planned["units"]] == [f"4plus/{file.name}" for file in files]
     assert [entry["bytes"] for entry in planned["units"]] == [file.stat().st_size for file in files]
     assert all(len(entry["sha256"]) == 64 for entry in planned["units"])
-    assert not any("MIND" in line for line in hub.asked)
+    assert not any("MIND" in line for line in hub.requests)
 
     hub.flaws += ["wrong byte", "500"]
     assert not run_command(hub, "fetch", path, token="good")
@@ -71,9 +71,9 @@ def test_plan_and_fetch_from_the_hub(hub, tmp_path):
         assert {path.name for path in folder.iterdir()} == {"raw.parquet", "receipt.json"}
         assert (folder / "raw.parquet").read_bytes() == file.read_bytes()
     assert stage.read_receipt(out, "fetch", Unit("gated", 0))["counts"]["documents"] == 40
-    requests = len(hub.asked)
+    requests = len(hub.requests)
     assert not run_command(hub, "plan", path)  # what is there needs neither hub nor token
-    assert len(hub.asked) == requests
+    assert len(hub.requests) == requests
 
 
 @pytest.mark.job

@@ -23,19 +23,19 @@ PAGE = 2
 
 
 class FakeHub(Served):
-    """`with FakeHub(folder) as hub:` serves at hub.url; hub.asked are the paths of its requests."""
+    """`with FakeHub(folder) as hub:` serves at hub.url; hub.requests are the paths of its requests."""
 
     def __init__(self, root: Path) -> None:
         super().__init__()
         self.root = root
-        self.asked: list[str] = []
+        self.requests: list[str] = []
         self.flaws: list[str] = []
         repo = "datasets/<owner>/<name>/<what>"
         for path in (f"/api/{repo}", f"/api/{repo}/<path:rest>", f"/{repo}/<path:rest>"):
             self.app.add_url_rule(path, path, self.answer)
 
     def answer(self, owner: str, name: str, what: str, rest: str = "") -> Any:
-        self.asked.append(request.path)
+        self.requests.append(request.path)
         repo = self.root / owner / name
         revision, _, below = rest.partition("/")
         if not repo.is_dir():

@@ -16,12 +16,12 @@ from tests.evals.code.code_assets import PROBLEMS
 class Endpoint(ThreadingHTTPServer):
     """Answers with the reference solution of the asked problem.
 
-    seen: the requests. statuses: of the next replies; 206 breaks the connection off.
+    requests: their bodies and headers. statuses: of the next replies; 206 breaks the connection off.
     """
 
     def __init__(self):
         super().__init__(("127.0.0.1", 0), Handler)
-        self.seen: list[dict[str, Any]] = []
+        self.requests: list[dict[str, Any]] = []
         self.statuses: list[int] = []
         self.url = f"http://127.0.0.1:{self.server_port}/v1"
 
@@ -31,10 +31,10 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        seen = {"path": self.path, "authorization": self.headers["Authorization"]}
-        self.server.seen.append(body | seen)
-        asked = body["messages"][0]["content"] if "messages" in body else body["prompt"]
-        (problem,) = [p for p in PROBLEMS if p["prompt"].strip() in asked]
+        headers = {"path": self.path, "authorization": self.headers["Authorization"]}
+        self.server.requests.append(body | headers)
+        prompt = body["messages"][0]["content"] if "messages" in body else body["prompt"]
+        (problem,) = [p for p in PROBLEMS if p["prompt"].strip() in prompt]
         code = problem["canonical_solution"]
         if "messages" in body:
             text = f"Here it is.\n```python\n{problem['prompt']}{code}```"

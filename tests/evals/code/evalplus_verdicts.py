@@ -26,9 +26,9 @@ def verdict(dataset, entry_point, arguments, expected, returned, atol):
     code = "nan, inf = float('nan'), float('inf')\n"
     code += f"values = iter({returned})\ndef {entry_point}(*arguments):\n    return next(values)\n"
     inputs = eval(arguments, dict(NAMES))
-    wanted = eval(expected, dict(NAMES))
+    expected_values = eval(expected, dict(NAMES))
     status, _ = untrusted_check(
-        dataset, code, inputs, entry_point, wanted, atol, [0.0] * len(inputs), True
+        dataset, code, inputs, entry_point, expected_values, atol, [0.0] * len(inputs), True
     )
     return status == "pass"
 

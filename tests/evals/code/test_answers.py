@@ -24,10 +24,10 @@ def test_samplings():
         ValueError, match="n = 2 greedy answers would be identical; set --temperature"
     ):
         Sampling(n=2)
-    asked = [(f"HumanEval/{i}", k) for i in range(50) for k in range(3)]
-    seeds = [Sampling(seed=seed).seed_of(*key) for seed in (5, 6, 5) for key in asked]
-    assert len({*seeds}) == 2 * len(asked)
-    assert seeds[: len(asked)] == seeds[2 * len(asked) :]
+    keys = [(f"HumanEval/{i}", k) for i in range(50) for k in range(3)]
+    seeds = [Sampling(seed=seed).seed_of(*key) for seed in (5, 6, 5) for key in keys]
+    assert len({*seeds}) == 2 * len(keys)
+    assert seeds[: len(keys)] == seeds[2 * len(keys) :]
     assert 0 <= min(seeds) <= max(seeds) < 2**31
 
 
@@ -45,17 +45,19 @@ def test_answers_of_an_endpoint(endpoint, tmp_path, monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", "k")
     endpoint.statuses = [503, 429, 500, 206]
     rows = collect_from(endpoint, tmp_path, Sampling(n=2, temperature=0.8, seed=3), parallel=2)
-    asked = [(p["task_id"], k) for p in PROBLEMS for k in range(2)]
-    assert [(row["task_id"], row["sample"]) for row in rows] == asked
+    keys = [(p["task_id"], k) for p in PROBLEMS for k in range(2)]
+    assert [(row["task_id"], row["sample"]) for row in rows] == keys
     assert all("```python" in row["answer"] for row in rows)
-    assert len(endpoint.seen) == 6 + 4
-    first = endpoint.seen[0]
+    assert len(endpoint.requests) == 6 + 4
+    first = endpoint.requests[0]
     assert (first["path"], first["authorization"]) == ("/v1/chat/completions", "Bearer k")
     content = INSTRUCTION.format(prompt=PROBLEMS[0]["prompt"].strip())
-    assert [{"role": "user", "content": content}] in [body["messages"] for body in endpoint.seen]
-    assert {body["seed"] for body in endpoint.seen} == {row["seed"] for row in rows}
+    assert [{"role": "user", "content": content}] in [
+        body["messages"] for body in endpoint.requests
+    ]
+    assert {body["seed"] for body in endpoint.requests} == {row["seed"] for row in rows}
     completions = collect_from(endpoint, tmp_path, chat=False, of="completions")
-    last = endpoint.seen[-1]
+    last = endpoint.requests[-1]
     # the four likeliest stops
     assert (last["path"], last["stop"][0]) == ("/v1/completions", "\ndef ")
     assert completions[0]["answer"] == PROBLEMS[0]["canonical_solution"]  # up to the stop string
@@ -71,11 +73,11 @@ def test_a_run_continues_where_it_ended(endpoint, tmp_path):
         collect_from(endpoint, tmp_path)
     assert len(read_lines(tmp_path / "answers.jsonl")) == 1
     endpoint.statuses = []
-    endpoint.seen = []
+    endpoint.requests = []
     for of, requests in (("m", 2), ("m", 2), ("other settings", 5), ("m", 5)):
         rows = collect_from(endpoint, tmp_path, of=of)
         assert [row["task_id"] for row in rows] == [p["task_id"] for p in PROBLEMS]
-        assert len(endpoint.seen) == requests
+        assert len(endpoint.requests) == requests
 
 
 def test_a_failure_loses_no_answer_that_arrived(tmp_path):
@@ -102,7 +104,7 @@ def test_a_refusal_is_not_asked_again(endpoint, tmp_path):
         endpoint.statuses = [status]
         with pytest.raises(ValueError, match=f"refused the request, HTTP {status}"):
             open_scorer(None, Source(base_url=endpoint.url)).generate(PROBLEMS[0]["prompt"], 9)
-        assert len(endpoint.seen) == number
+        assert len(endpoint.requests) == number
     with pytest.raises(ValueError, match=r"must begin with http"):
         open_scorer(None, Source(base_url="localhost:8000"))
 
@@ -123,11 +125,11 @@ def test_a_template_in_the_tokenizers_config_is_one(folder, tmp_path):
     # as in older folders: without it, a chat model was asked to complete functions
     inside, bare = (Path(shutil.copytree(folder, tmp_path / name)) for name in ("hf", "bare"))
     template = (folder / "chat_template.jinja").read_text()
-    for each in (inside, bare):
-        (each / "chat_template.jinja").unlink()
+    for path in (inside, bare):
+        (path / "chat_template.jinja").unlink()
     config = inside / "tokenizer_config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"chat_template": template}))
-    chats = [is_chat("auto", each) for each in (folder, inside, bare, tmp_path, None)]
+    chats = [is_chat("auto", path) for path in (folder, inside, bare, tmp_path, None)]
     assert chats == [True, True, False, False, True]
     with pytest.raises(ValueError, match="has no chat template; use --prompt completion"):
         is_chat("chat", bare)

@@ -48,7 +48,7 @@ def test_the_command(endpoint, tmp_path):
         )
         for step in (1, 2)
     ]
-    assert len(endpoint.seen) == 3
+    assert len(endpoint.requests) == 3
     assert read_lines(out) == records
     record = records[1]
     check_fields(record, None)
@@ -71,7 +71,7 @@ def test_the_command(endpoint, tmp_path):
     assert {name: record[name] for name in expected} == expected
     # Wilson's interval of 3 of 3: the lower end is 3 / (3 + z^2), z^2 = 3.8415
     assert record["pass@1_plus_interval"] == pytest.approx([3 / 6.8415, 1], abs=1e-5)
-    tasks = compare(*(tmp_path / each["items"] for each in records))["tasks"]
+    tasks = compare(*(tmp_path / record["items"] for record in records))["tasks"]
     figures = {task: (row["n"], row["a"], row["b"]) for task, row in tasks.items()}
     assert figures == dict.fromkeys(("humaneval", "humaneval+"), (3, 1, 1))
     outputs = (tmp_path / "cache/expected" / open_dataset(path).md5).iterdir()

@@ -61,11 +61,11 @@ def theirs(lines: list[str]):
     env = {**os.environ, "PYTHONPATH": str(EVALPLUS)}
     command = [sys.executable, script]
     text = "\n".join(lines)
-    done = subprocess.run(
+    process = subprocess.run(
         command, input=text, env=env, capture_output=True, text=True, timeout=1100
     )
-    assert done.returncode == 0, done.stderr[-2000:]
-    return [json.loads(line) for line in done.stdout.splitlines()]
+    assert process.returncode == 0, process.stderr[-2000:]
+    return [json.loads(line) for line in process.stdout.splitlines()]
 
 
 def ours(
@@ -85,8 +85,8 @@ def test_the_rules_by_hand():
             ours(dataset, name, [arguments], [expected], [value], atol) for value in right + wrong
         ]
         assert verdicts == [True] * len(right) + [False] * len(wrong), (dataset, name, expected)
-    for task, sent, taken in INPUTS:
-        assert repr(convert_arguments(f"Mbpp/{task}", [sent])) == repr([taken]), task
+    for task, json_input, converted in INPUTS:
+        assert repr(convert_arguments(f"Mbpp/{task}", [json_input])) == repr([converted]), task
     assert convert_arguments("HumanEval/2", [[[1]]]) == [[[1]]]
 
 
@@ -105,10 +105,10 @@ def test_evalplus_finds_the_same():
         case = ("humaneval", "f", [[1], [1]], order, [value + 5e-7 for value in order], 0)
         cases.append(case)
         verdicts.append(ours(*case))
-    found = theirs(
+    evalplus = theirs(
         [json.dumps([d, e, repr(a), repr(x), repr(r), atol]) for d, e, a, x, r, atol in cases]
     )
-    assert [c for c, a, b in zip(cases, found, verdicts, strict=True) if a != b] == []
+    assert [c for c, a, b in zip(cases, evalplus, verdicts, strict=True) if a != b] == []
 
 
 @needs_evalplus
@@ -123,6 +123,6 @@ def test_inputs_of_mbpp():
     for task in (*CHANGE_OF, 3):
         lists = [[[1, 2], [3]], [[4, 5]]] if task in flat else [[[[1, 2]], [[3], [4]]], [[[5, 6]]]]
         cases.append((f"Mbpp/{task}", shapes.get(task) or [[lists, lists]]))
-    wanted = theirs([json.dumps({"task": task, "inputs": inputs}) for task, inputs in cases])
-    for (task, inputs), text in zip(cases, wanted, strict=True):
+    evalplus = theirs([json.dumps({"task": task, "inputs": inputs}) for task, inputs in cases])
+    for (task, inputs), text in zip(cases, evalplus, strict=True):
         assert repr(convert_arguments(task, inputs)) == text, task

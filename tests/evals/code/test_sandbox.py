@@ -146,12 +146,12 @@ def host(folder: Path, user: int, loop: str = "") -> list[str]:
     for name in ("sandbox", "system_calls", "solution", "runner", "__init__", "../__init__"):
         shutil.copy(SOURCE / f"{name}.py", folder / "evals/code" / f"{name}.py")
     machine = os.uname().machine
-    known = {"CLONE": sandbox.CLONE[machine], "KEYS": {"x86_64": 248, "aarch64": 217}[machine]}
+    constants = {"CLONE": sandbox.CLONE[machine], "KEYS": {"x86_64": 248, "aarch64": 217}[machine]}
     # and uretprobe and uprobe, which pass every filter and do nothing but for the kernel's own
     # probes
-    known["ALLOWED"] = [*system_calls.numbers(machine), sandbox.CLONE[machine], 335, 336]
+    constants["ALLOWED"] = [*system_calls.numbers(machine), sandbox.CLONE[machine], 335, 336]
     text = ATTEMPTS
-    for name, number in known.items():
+    for name, number in constants.items():
         text = text.replace(name, str(number))
     (folder / "attempts.py").write_text(text)
     command = [python, "-I", "-B", "-c", f"FOLDER = {str(folder)!r}\nLOOP = {loop!r}\n{HOST}"]
@@ -164,13 +164,13 @@ def host(folder: Path, user: int, loop: str = "") -> list[str]:
 
 def parents() -> dict[int, int]:
     """Return the parent of every process that has not ended."""
-    found = {}
+    parent_of = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
             state, parent = path.read_text().rpartition(")")[2].split()[:2]
             if state != "Z":
-                found[int(path.parent.name)] = int(parent)
-    return found
+                parent_of[int(path.parent.name)] = int(parent)
+    return parent_of
 
 
 @needs_sandbox
@@ -185,23 +185,23 @@ def test_a_solution_dies_with_its_judge(open_folder, user, loop):
         pytest.skip("no sandbox for ordinary users here")
     below = set()
     todo = [int(started)]
-    known = parents()
+    parent_of = parents()
     while todo:
         pid = todo.pop()
         below.add(pid)
-        todo += [child for child, parent in known.items() if parent == pid]
+        todo += [child for child, parent in parent_of.items() if parent == pid]
     assert len(below) == (1 if loop == "unsafe" else 3)
-    assert below <= known.keys()
+    assert below <= parent_of.keys()
     process.kill()  # SIGKILL, to which nothing can react
     process.wait()
     deadline = time.monotonic() + 60
     while below & parents().keys() and time.monotonic() < deadline:
         time.sleep(0.05)
-    left = below & parents().keys()
-    for pid in left:
+    survivors = below & parents().keys()
+    for pid in survivors:
         os.kill(pid, signal.SIGKILL)
     # runs on without its judge
-    assert not left
+    assert not survivors
 
 
 @needs_sandbox
@@ -214,10 +214,14 @@ def test_nothing_leaves_a_sandbox_and_nothing_is_shared(open_folder, user):
     if "bwrap" in result.stderr and not result.stdout and user:
         pytest.skip(f"no sandbox for ordinary users here: {result.stderr.strip()}")
     assert result.returncode == 0, result.stderr
-    for found in json.loads(result.stdout):
-        assert (found.pop("user"), found.pop("process"), found.pop("passed")) == (65534, 2, [])
-        done = {name for name, outcome in found.items() if outcome == "done"}
-        assert done == {"calculate", "a few threads"}, found
+    for outcomes in json.loads(result.stdout):
+        assert (outcomes.pop("user"), outcomes.pop("process"), outcomes.pop("passed")) == (
+            65534,
+            2,
+            [],
+        )
+        allowed = {name for name, outcome in outcomes.items() if outcome == "done"}
+        assert allowed == {"calculate", "a few threads"}, outcomes
     assert not Path("/leak").exists()
 
 

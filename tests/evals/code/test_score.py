@@ -73,9 +73,9 @@ def judge_of(folder: Path, problems: Sequence[dict[str, Any]] = PROBLEMS, **opti
 def scores_of(judge: Judge, solutions: Mapping[int, Sequence[str]]) -> Verdicts:
     """Score solutions by problem number; other problems get their reference solutions."""
     rows = []
-    for each in judge.dataset.problems:
-        texts = solutions.get(int(each["task_id"].partition("/")[2]), [reference(each)])
-        rows += [{"task_id": each["task_id"], "solution": text} for text in texts]
+    for entry in judge.dataset.problems:
+        texts = solutions.get(int(entry["task_id"].partition("/")[2]), [reference(entry)])
+        rows += [{"task_id": entry["task_id"], "solution": text} for text in texts]
     return judge.evaluate(rows, "samples")
 
 
@@ -172,15 +172,15 @@ def test_the_limit_on_memory_is_for_what_a_solution_adds(tmp_path, monkeypatch):
     "LANEFORMER_EVAL_DATA" not in os.environ, reason="LANEFORMER_EVAL_DATA names no folder"
 )
 @pytest.mark.parametrize(
-    ("file", "known", "total", "failing"),
+    ("file", "version", "total", "failing"),
     [
         ("HumanEvalPlus.jsonl.gz", ("humaneval", "v0.1.10"), 164, ["HumanEval/32"]),
         ("MbppPlus.jsonl.gz", ("mbpp", "v0.2.0"), 378, []),
     ],
 )
-def test_the_reference_solutions(tmp_path, file, known, total, failing):
+def test_the_reference_solutions(tmp_path, file, version, total, failing):
     dataset = open_dataset(Path(os.environ["LANEFORMER_EVAL_DATA"]) / "code" / file)
-    assert (dataset.name, dataset.version) == known
+    assert (dataset.name, dataset.version) == version
     control = Judge(dataset, find_sandbox(), tmp_path, tmp_path / "cache", 2).control()
     assert (control["passed"], control["total"]) == (total - len(failing), total)
     assert list(control["known_failures"]) == failing

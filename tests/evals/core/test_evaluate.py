@@ -42,7 +42,7 @@ def check_answer(model: torch.nn.Module, scorer: Scorer, item: Item, answer: Ite
     """Compare an answer with a float64 pass over each whole prompt; return whether it is right."""
     scores = [scores_of(model, *prompt) for prompt in item.prompts]
     right = answer["right"]
-    losses = [-each.logprobs.mean() for each in scores]
+    losses = [-option.logprobs.mean() for option in scores]
     gold = answer["gold"]
     if len(scores) == 1:
         assert right == scores[0].greedy.all()
@@ -69,9 +69,11 @@ def test_answers_of_each_type_against_plain_sums(tmp_path, write):
     protocols: tuple[Protocol, ...] = ("nanochat", "dclm")
     for protocol, label, shots in itertools.product(protocols, LABELS, (None, 2)):
         chosen = task(label) if shots is None else dataclasses.replace(task(label), shots=shots)
-        asked = [*items(chosen, ROWS[chosen.type], protocol, scorer, scorer.max_length)]
+        chosen_items = [*items(chosen, ROWS[chosen.type], protocol, scorer, scorer.max_length)]
         answers = score_task(chosen, bundle, Settings(protocol), scorer, Partial())
-        right = [check_answer(model, scorer, *pair) for pair in zip(asked, answers, strict=True)]
+        right = [
+            check_answer(model, scorer, *pair) for pair in zip(chosen_items, answers, strict=True)
+        ]
         figures = summarize_task(chosen, answers, len(right))
         assert figures["accuracy"] == pytest.approx(sum(right) / len(right), rel=1e-15)
         choices += right if chosen.type != "language_modeling" else []
@@ -96,7 +98,7 @@ def test_choices_have_the_lowest_mean_and_texts_every_token():
     ):
         item = Item([Prompt([1, *answer], 1) for answer in answers], gold)
         values = [np.array([logprobs[i] for i in answer]) for answer in answers]
-        scores = [Scores(each, each == logprobs[5]) for each in values]
+        scores = [Scores(nats, nats == logprobs[5]) for nats in values]
         assert judge_item(scorer, item, scores)["right"] == right, why
 
 
@@ -196,9 +198,13 @@ def test_the_answer_to_every_item_is_kept(folder, tmp_path):
         record["data_sha256"],
     )
     for label, figures in record["tasks"].items():
-        own = [line for (name, _), line in lines.items() if name == label]
-        assert summarize_task(task(label), own, figures["n_total"]) == figures
-        bits = sum(line["nats"] for line in own) / np.log(2) / sum(line["bytes"] for line in own)
+        of_task = [line for (name, _), line in lines.items() if name == label]
+        assert summarize_task(task(label), of_task, figures["n_total"]) == figures
+        bits = (
+            sum(line["nats"] for line in of_task)
+            / np.log(2)
+            / sum(line["bytes"] for line in of_task)
+        )
         assert figures["gold_bits_per_byte"] == pytest.approx(bits, rel=1e-12)
     # named by its content
     assert run(folder, tmp_path, about=about)["items"] == record["items"]

@@ -24,11 +24,11 @@ CORE = (0.4334530946631591, 0.41524569073374634)
 
 def figures_of(accuracies: dict[str, float], error: float = 0.0) -> dict[str, dict[str, Any]]:
     """Return what `aggregate` reads, as summarize_task would give it."""
-    given = {t.label: t for t in TASKS if t.label in accuracies}
+    chosen = {t.label: t for t in TASKS if t.label in accuracies}
     return {
         label: {f"centered_{v}": center_accuracy(t, accuracies[label], v) for v in VERSIONS}
         | {"standard_error": error}
-        for label, t in given.items()
+        for label, t in chosen.items()
     }
 
 
@@ -66,23 +66,23 @@ def test_a_missing_task_leaves_no_core():
         assert [core[name] for name in ("core_v1", "core_v2", "core_v1_se", "core_v2_se")] == [
             None
         ] * 4
-        lost = [name for name, c in core["categories"].items() if c["centered_v1"] is None]
-        assert lost == [task(label).category]
+        without_mean = [name for name, c in core["categories"].items() if c["centered_v1"] is None]
+        assert without_mean == [task(label).category]
 
 
 def answers(right: dict[str, list[bool]]):
     """Return answers of which only the group and whether they are right matter."""
     return [
         {"group": g, "right": r, "nats": 1.0, "bytes": 2}
-        for g, found in right.items()
-        for r in found
+        for g, group in right.items()
+        for r in group
     ]
 
 
 def test_standard_errors_by_hand():
     for right, count in ((0, 4), (4, 4), (3000, 10_000), (3, 4)):
-        given = answers({"": [i < right for i in range(count)]})
-        figures = summarize_task(task("commonsense_qa"), given, n_total=1221)
+        rows = answers({"": [i < right for i in range(count)]})
+        figures = summarize_task(task("commonsense_qa"), rows, n_total=1221)
         low, high = figures["interval"]
         assert figures["accuracy"] == right / count
         assert 0 <= low < high <= 1

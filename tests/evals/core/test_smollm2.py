@@ -25,12 +25,12 @@ def test_counts_of_the_reference(backend):
         pytest.skip("LANEFORMER_SMOLLM2 is not set: python -m tests.smollm2 makes the folder")
     scorer = open_scorer(Path(folder), Source(backend, "cpu", max_length=2048))
     assert scorer.bos_id == 1
-    for label, asked, right in (
+    for label, limit, right in (
         ("copa", 100, 56),
         ("bigbench_repeat_copy_logic", 16, 0),
         ("bigbench_operators", 40, 8),
     ):
-        settings = Settings("nanochat", limit=asked)
+        settings = Settings("nanochat", limit=limit)
         answers = score_task(task(label), Bundle(eval_data()), settings, scorer, Partial())
-        assert (len(answers), sum(answer["right"] for answer in answers)) == (asked, right), label
+        assert (len(answers), sum(answer["right"] for answer in answers)) == (limit, right), label
     scorer.close()

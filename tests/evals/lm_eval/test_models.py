@@ -83,8 +83,8 @@ def test_scores_are_those_of_the_continuation(model):
     assert score_pairs(model, PAIRS[::-1]) == answers[::-1]
     context = model.tok_encode("import ")
     ids = model.scorer.engine.generate(context, max_new_tokens=5, ignore_eos=True)
-    asked = [(None, context, ids), (None, context, [*ids[:-1], (ids[-1] + 1) % 1024])]
-    assert [greedy for _, greedy in model._loglikelihood_tokens(asked, True)] == [True, False]
+    requests = [(None, context, ids), (None, context, [*ids[:-1], (ids[-1] + 1) % 1024])]
+    assert [greedy for _, greedy in model._loglikelihood_tokens(requests, True)] == [True, False]
 
 
 CHATS = [  # the last is a user's message, which an assistant's answer follows
@@ -105,8 +105,8 @@ def test_bos_is_a_choice_and_in_a_conversation_the_templates(model, hf_dir, tmp_
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer | {"post_processor": None}))
     bare = load_tokenizer(folder)
     assert bare.encode("x") == plain_ids
-    for each in (model.tokenizer, bare):
-        monkeypatch.setattr(model, "tokenizer", each)
+    for encoder in (model.tokenizer, bare):
+        monkeypatch.setattr(model, "tokenizer", encoder)
         for text in ("x", "<s>x"):
             assert model.tok_encode(text) == [bos, *plain_ids]
     monkeypatch.setattr(model, "add_bos", True)  # and as it was afterwards
@@ -114,14 +114,14 @@ def test_bos_is_a_choice_and_in_a_conversation_the_templates(model, hf_dir, tmp_
     for texts in CHATS:
         roles = itertools.cycle(("user", "assistant"))
         turns = [{"role": role, "content": text} for role, text in zip(roles, texts, strict=False)]
-        asked = model.apply_chat_template(turns)
-        assert model.tok_encode(asked) == served.encode(served.render(turns))
-        given = model.apply_chat_template(
+        prompt = model.apply_chat_template(turns)
+        assert model.tok_encode(prompt) == served.encode(served.render(turns))
+        continuing = model.apply_chat_template(
             [*turns, {"role": "assistant", "content": "It is"}], False
         )
-        assert given == asked + "It is"
+        assert continuing == prompt + "It is"
     # a template may write it
-    assert model.tok_encode("<s>" + asked)[:2].count(bos) == 1
+    assert model.tok_encode("<s>" + prompt)[:2].count(bos) == 1
     assert bos not in model.tok_encode("x")
 
 
@@ -216,12 +216,12 @@ def test_task_files_of_ones_own_are_answered_and_go_on_when_they_end_in_the_midd
     check_own_tasks(whole, tmp_path / "whole", model)
     generate = EngineScorer.generate
     most_texts = 2
-    asked = []
+    prompts = []
 
     def interrupt(self, ids, *args, **sampling):
-        if len(asked) == most_texts:
+        if len(prompts) == most_texts:
             raise KeyboardInterrupt
-        asked.append(ids)
+        prompts.append(ids)
         return generate(self, ids, *args, **sampling)
 
     monkeypatch.setattr(EngineScorer, "generate", interrupt)
@@ -232,7 +232,7 @@ def test_task_files_of_ones_own_are_answered_and_go_on_when_they_end_in_the_midd
     most_texts = len(QUESTIONS)
     record = main(hf_dir, own_tasks, about=about)
     # only what is left
-    assert len({*map(tuple, asked)}) == len(asked) == len(QUESTIONS)
+    assert len({*map(tuple, prompts)}) == len(prompts) == len(QUESTIONS)
     items = [tmp_path / "again" / record["items"], tmp_path / "whole" / whole["items"]]
     assert items[0].read_bytes() == items[1].read_bytes()
     assert record["tasks"] == whole["tasks"]
@@ -305,9 +305,9 @@ def test_gsm8k_through_the_chat_template(hf_dir, tmp_path, monkeypatch):
 def test_ifeval_through_the_chat_template(hf_dir, tmp_path, monkeypatch):
     # lm-eval's own task and checks of instructions, from local files
     checks = ["punctuation:no_comma", "language:response_language"]
-    asked = {"kwargs": [{}, {"language": "en"}], "instruction_id_list": checks}
+    instructions = {"kwargs": [{}, {"language": "en"}], "instruction_id_list": checks}
     prompts = [f"Write about {subject} without any commas." for subject in ("rivers", "towns")]
-    rows = [{"key": i, "prompt": prompt, **asked} for i, prompt in enumerate(prompts)]
+    rows = [{"key": i, "prompt": prompt, **instructions} for i, prompt in enumerate(prompts)]
     write_lines(tmp_path / "google/IFEval/ifeval_input_data.jsonl", rows)
     essay = {"text": "One sentence. And another one. The third."}
     write_lines(tmp_path / "baber/paul_graham_essays/train.jsonl", [essay])
@@ -316,14 +316,14 @@ def test_ifeval_through_the_chat_template(hf_dir, tmp_path, monkeypatch):
         comma = "," if "rivers" in prompt else ""
         return f"What begins between the mountains{comma} ends at the shore of the wide sea."
 
-    seen = answer_with(monkeypatch, write_with_a_comma_on_rivers)
+    prompts_read = answer_with(monkeypatch, write_with_a_comma_on_rivers)
     record, right = ask_in_chat(hf_dir, "ifeval", tmp_path)
     assert record["tasks"]["ifeval"]["prompt_level_strict_acc"] == 0.5
     for text in ("Die man in the house", "Guten hello", "no, yes", "I am a test.", "test test"):
         # IFEval's library draws from a seed
         assert len({langdetect.detect(text) for _ in range(30)}) == 1
     assert right == [False, True]
-    assert [prompt.count(">user<") for prompt in seen] == [1, 1]
+    assert [prompt.count(">user<") for prompt in prompts_read] == [1, 1]
 
 
 def test_what_cannot_run_is_one_line(hf_dir, monkeypatch):

@@ -81,10 +81,10 @@ def test_all_eleven_tasks_are_scored_at_both_lengths(data, tmp_path, monkeypatch
 
     def know_half(self, requests, disable_tqdm=False):
         pairs = zip(requests, generate(self, requests, disable_tqdm), strict=True)
-        known = [" and ".join(request.doc["outputs"]) for request in requests]
+        answers = [" and ".join(request.doc["outputs"]) for request in requests]
         return [
             answer if request.doc["max_length"] == 2048 else text
-            for (request, text), answer in zip(pairs, known, strict=True)
+            for (request, text), answer in zip(pairs, answers, strict=True)
         ]
 
     monkeypatch.setattr(ScorerLM, "generate_until", know_half)
@@ -105,19 +105,19 @@ def test_all_eleven_tasks_are_scored_at_both_lengths(data, tmp_path, monkeypatch
     assert record["cut_prompts"] == 0
     # lm-eval's essays begin alike
     assert 0 < record["reused_tokens"] < record["prompt_tokens"]
-    counted = record["ruler_counts"]["2048"]
-    assert counted["documents"] == dict.fromkeys(RULER_TASKS, 1)
-    for task, parts in counted["depths"].items():
+    ruler_counts = record["ruler_counts"]["2048"]
+    assert ruler_counts["documents"] == dict.fromkeys(RULER_TASKS, 1)
+    for task, parts in ruler_counts["depths"].items():
         needles = 4 if task in ("niah_multiquery", "niah_multivalue") else 1
         assert [*map(sum, zip(*parts, strict=True))] == [needles, needles]
-    assert counted["depths"].keys() == set(NEEDLES)
+    assert ruler_counts["depths"].keys() == set(NEEDLES)
 
 
 def test_needles_are_counted_at_their_depth():
     text = "A special magic number is hidden. " + "x" * 65 + "1234567" + "x" * 94
-    asked = {"input": text, "outputs": ["1234567"]}
-    assert find_needles(asked, "it is 1234567.") == [(0.495, True)]
-    assert find_needles(asked, "it is 123456.") == [(0.495, False)]
+    document = {"input": text, "outputs": ["1234567"]}
+    assert find_needles(document, "it is 1234567.") == [(0.495, True)]
+    assert find_needles(document, "it is 123456.") == [(0.495, False)]
     assert find_needles({"input": "no needle 1", "outputs": ["1"]}, "1") == []
     depths = (0, 0.05, 0.1, 0.999, 1.0)
     lines = [{"task": "a", "length": 512, "needles": [[depth, depth > 0.5]]} for depth in depths]
