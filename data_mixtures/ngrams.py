@@ -87,13 +87,15 @@ class Index:
     def _find_in_window(self, words: np.ndarray, bounds: np.ndarray) -> Pair:
         """Find the grams of one window; text i is words[bounds[i] : bounds[i + 1]]."""
         heads = words
-        for span in (1, 2, 4):  # a head is 8 words: two halves of 4, which are two of 2
+        # a head is 8 words: two halves of 4, which are two of 2
+        for span in (1, 2, 4):
             heads = heads[:-span] + heads[span:] * _power(span)
         at = self._heads_lookup.find(heads)[0]
         hashes = heads[at]
         grams = []
         starts = []
-        ends = bounds[np.searchsorted(bounds, at, side="right")]  # of the text with the gram
+        # the end of the text that holds the gram: no gram spans two texts
+        ends = bounds[np.searchsorted(bounds, at, side="right")]
         for length in range(SHORTEST_WORDS, GRAM_WORDS + 1):
             inside = at + length <= ends
             at = at[inside]
@@ -231,7 +233,8 @@ def _hash_words(data: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> np.nd
     """Return uint64 hashes of the words data[starts[i] : ends[i]]."""
     # UTF-8, eight bytes at a time: a few operations a word
     padded = np.concatenate([data, np.zeros(_EIGHT, np.uint8)])
-    eight = np.ndarray(len(data) + 1, "<u8", padded, strides=(1,))  # from each byte on
+    # eight[i]: the eight bytes from byte i on, without a copy
+    eight = np.ndarray(len(data) + 1, "<u8", padded, strides=(1,))
     sizes = ends - starts
     hashes = eight[starts] & _FIRST.take(sizes, mode="clip")
     at = np.flatnonzero(sizes > _EIGHT)

@@ -44,7 +44,8 @@ def pattern(weights: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
     total = int(w.sum())
     slack = max(2 * len(active) - 2, 1)
     served = np.zeros_like(w)
-    lead = np.zeros_like(w)  # lead = due - served, in units of 1 / total
+    # lead = due - served, in units of 1 / total
+    lead = np.zeros_like(w)
     deadline = _deadlines(served, w, slack)
     places = np.empty(total, dtype=np.int64)
     ranks = np.empty(total, dtype=np.int64)

@@ -50,7 +50,9 @@ def pack(lengths: Sequence[int], size: int) -> list[list[int]]:
     windows: list[list[int]] = []
     # windows by the room that they have left
     with_room: list[list[int]] = [[] for _ in range(size + 1)]
-    rooms = 0  # bit r: some window has room r
+    # bit r is set while some window has room for r more tokens: the smallest that fits is one bit
+    # scan
+    rooms = 0
     # the longest first, each into the open window with the least room that is enough (Ding et al.,
     # Fewer Truncations Improve Language Modeling, 2024)
     for item in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
@@ -93,7 +95,8 @@ def streams(
             flags[here] = trained * TRAINED
             flags[at] |= BEGINS
             at = here.stop
-        flags[at] |= BEGINS  # of padding, or of the next window
+        # here begins padding, or the next window
+        flags[at] |= BEGINS
     flags[-1] |= BEGINS
     return tokens, flags
 

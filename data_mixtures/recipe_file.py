@@ -115,7 +115,8 @@ def _explain(error: ValidationError) -> str:
     key = ".".join(map(str, path))
     if first["type"] == "missing":
         return f"lacks {key!r}"
-    if first["type"] == "unexpected_keyword_argument":  # of a table inside
+    # the key is one of a table inside of this one
+    if first["type"] == "unexpected_keyword_argument":
         part = {"inputs": Input, "filter": Filter, "dedup": Dedup}[str(path[0])]
         return f"unknown key {key!r}; {nearest(str(path[-1]), _keys(part), 'use')}"
     where = f"{key} = {first['input']!r}: " if first["type"] != "value_error" else ""

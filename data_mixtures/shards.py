@@ -52,7 +52,8 @@ def find_held_out_limit(valid_per_10000: int) -> int:
 
 def token_dtype(entry: Json) -> np.dtype:
     """Return the dtype of an entry's tokens, <u2 or <u4; ValueError if neither fits."""
-    width, rest = divmod(entry["bytes"] or 2, entry["tokens"] or 1)  # an empty file has no width
+    # an empty file has no width
+    width, rest = divmod(entry["bytes"] or 2, entry["tokens"] or 1)
     if rest or width not in (2, 4):
         raise ValueError(
             f"{entry['tokens']} tokens in {entry['bytes']} bytes: not 2 or 4 each; prepare again"
@@ -244,7 +245,8 @@ def check_sizes(folder: Path, manifest: Json) -> None:
     for entry in _window_files(manifest):
         path = os.path.join(folder, entry["name"])
         expected = entry["bytes"]
-        try:  # one question a file: there may be thousands, on a file system far away
+        # one `stat` a file: there may be thousands, on a file system far away
+        try:
             size = os.stat(path).st_size
         except FileNotFoundError:
             raise MissingFile(

@@ -41,8 +41,10 @@ class Store:
             self.system, self.root = fsspec.url_to_fs(
                 url, use_listings_cache=False, skip_instance_cache=True
             )
-        self._kept: dict[Path, int] = {}  # data here, oldest first
-        self._listed: set[Path] = set()  # folders all of whose receipts are here
+        # copies of data on this disk with their bytes, oldest first
+        self._kept: dict[Path, int] = {}
+        # folders whose receipts have all been copied
+        self._listed: set[Path] = set()
         # small files of the folder itself, as they are there
         self._saved: dict[str, tuple[int, int]] = {}
 
@@ -84,14 +86,16 @@ class Store:
     def read_receipts(self, folder: Path, again: bool = False) -> None:
         """Copy the receipts of all units of a source at once."""
         if again or folder not in self._listed:
-            for unit in folder.glob("unit-*"):  # those that are gone there
+            # receipts that the store no longer has
+            for unit in folder.glob("unit-*"):
                 (unit / RECEIPT).unlink(missing_ok=True)
             self._write(
                 name for name in self.system.find(self.name(folder)) if name.endswith(f"/{RECEIPT}")
             )
             self._listed.add(folder)
             if folder.is_dir():
-                os.utime(folder)  # its time tells readers that receipts changed
+                # the folder's time tells readers that receipts changed
+                os.utime(folder)
 
     def pull(self, path: Path) -> None:
         """Copy a file from the store, unless it exists here or is missing there."""

@@ -72,7 +72,8 @@ class WindowFiles:
 
     def _check(self, file: int, block: int) -> None:
         with self._checking[file % CHECKS_AT_A_TIME]:
-            if not self._checked[file][block]:  # else another thread was faster
+            # another thread may have checked it while this one waited
+            if not self._checked[file][block]:
                 self._compare(file, block)
                 self._checked[file][block] = 1
 

@@ -135,7 +135,8 @@ def count_token_bytes(path: Path) -> np.ndarray:
 
     is_json = path.suffix == ".json"
     tokenizer = Tokenizer.from_file(str(path)) if is_json else tokenizer_from_sentencepiece(path)
-    of_bytes = "ByteLevel" in repr(tokenizer.decoder)  # each character of a piece is one byte
+    # in a byte-level BPE each character of a piece is one byte
+    of_bytes = "ByteLevel" in repr(tokenizer.decoder)
     if not of_bytes and not getattr(tokenizer.model, "byte_fallback", False):
         raise ValueError(
             f"{path} has neither byte fallback nor bytes as characters, so the bytes of its pieces cannot be counted; "

@@ -69,7 +69,8 @@ class Watcher:
         # times of time.monotonic() by (step, saved, command)
         self.failed: dict[tuple[int, float, str], list[float]] = {}
         self.once = False
-        self.waiting: set[int] = set()  # steps with missing records at the last look
+        # steps that had missing records at the last look
+        self.waiting: set[int] = set()
 
     def watch(self, once: bool, every_s: float) -> int:
         """Evaluate until the run is done, or with `once` what is there; returns the exit status."""
@@ -97,7 +98,8 @@ class Watcher:
         waiting = []
         unfinished = set[str]()
         for step, folder in step_folders(self.job.checkpoints).items():
-            with contextlib.suppress(OSError):  # not saved yet, or being deleted
+            # the folder may not be complete yet, or is being deleted
+            with contextlib.suppress(OSError):
                 saved = (folder / ".metadata").stat().st_mtime
                 commands = [
                     c for c in self.job.evals.commands if evaluated.get((step, c), 0.0) < saved
@@ -164,7 +166,8 @@ class Watcher:
             if self.call(work.step, [*export, "--dtype", self.job.evals.dtype]):
                 if work.checkpoint.is_dir():
                     self.fail(work, work.commands, "the export failed")
-                return  # deleted meanwhile: the next look reports it
+                # deleted meanwhile: the next look reports it
+                return
             for command in work.commands:
                 folder = self.work_folder(work.step, command)
                 out = folder / "records.jsonl"
@@ -201,7 +204,8 @@ class Watcher:
         if not rows:
             return None, None
         row = min(reversed(rows), key=lambda row: abs(row["step"] - step))
-        before = row.get("tokens_total", row["tokens"]) - row["tokens"]  # of earlier phases
+        # tokens of earlier phases
+        before = row.get("tokens_total", row["tokens"]) - row["tokens"]
         return before + row["tokens"] // row["step"] * step, row["phase"]
 
     def call(self, step: int, words: list[str], *locks: TextIO) -> int:
@@ -258,7 +262,8 @@ def move_items(written: Path, items: Path) -> None:
     """Move the files and folders of items that records name, before the records are appended."""
     for path in written.glob("*"):
         items.mkdir(exist_ok=True)
-        if (items / path.name).is_dir():  # results of a checkpoint that is evaluated again
+        # a checkpoint that is evaluated again replaces its results
+        if (items / path.name).is_dir():
             shutil.rmtree(items / path.name)
         shutil.move(path, items / path.name)
 

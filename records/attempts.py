@@ -60,7 +60,8 @@ def _mark_kept(rows: list[Row], starts: Mapping[int, int]) -> None:
     # an attempt discards every earlier row beyond the checkpoint it loaded, even before it has logged that step
     # again; if its start is not on record, each of its rows discards earlier rows at the same or later steps
     end = math.inf  # earlier rows count up to this step
-    attempts = sorted(starts)  # those whose start has not been applied; going backwards
+    # attempts whose start has not been applied yet, as rows go backwards
+    attempts = sorted(starts)
     for row in reversed(rows):
         while attempts and attempts[-1] > row["attempt"]:
             end = min(end, starts[attempts.pop()] + 1)

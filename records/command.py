@@ -73,7 +73,8 @@ def run_command(
         try:
             main()
         finally:
-            sys.stdout.flush()  # here, where a closed pipe still has a handler
+            # flushed here, where a closed pipe still has a handler
+            sys.stdout.flush()
     except BrokenPipeError:
         # `head` has closed the pipe; Python would fail again when it flushes stdout at its end
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -100,7 +100,8 @@ def crash_on_record(
 def refuse(run: Path | None, attempt: int, problem: BaseException) -> NoReturn:
     """End a worker that cannot start: the outcome, one line on stderr, SystemExit."""
     reason = str(problem)
-    if not isinstance(problem, ValueError):  # not written for people: the place says more
+    # other exceptions are not written for people: the place says more
+    if not isinstance(problem, ValueError):
         place = traceback.extract_tb(problem.__traceback__)[-1]
         reason = (
             f"{type(problem).__name__}: {problem} ({place.filename}:{place.lineno}: {place.line})"

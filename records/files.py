@@ -199,7 +199,8 @@ def hold_lock(path: Path, problem: str, wait_s: float = 0.0) -> TextIO:
             raise ValueError(
                 f"{path} cannot be locked ({none}); mount its file system with locks (flock)"
             ) from none
-    with suppress(OSError):  # a full disk: the lock holds without a name, too
+    # on a full disk the lock holds without the holder's name
+    with suppress(OSError):
         os.ftruncate(lock.fileno(), 0)
         os.write(lock.fileno(), f"process {os.getpid()} on {host_name()}".encode())
     return lock

@@ -29,7 +29,8 @@ def write_items(out: Path | None, head: JsonObject, items: Iterable[JsonObject])
     if out is None:
         return None
     lines = "".join(json.dumps(line) + "\n" for line in (head, *items))
-    content = gzip.compress(lines.encode(), mtime=0)  # mtime: the same for the same items
+    # mtime=0: the same items give the same bytes, and so the same name
+    content = gzip.compress(lines.encode(), mtime=0)
     name = f"{head['kind']}-{head['step'] or 0}-{hashlib.sha256(content).hexdigest()[:12]}.jsonl.gz"
     (out.parent / FOLDER).mkdir(parents=True, exist_ok=True)
     write_atomically(out.parent / FOLDER / name, content)

@@ -128,7 +128,8 @@ def numbers_in(path: str, value: Any) -> Iterator[tuple[str, float]]:
 
 def name_wandb_run(run: Path) -> None:
     """Set wandb's environment variables unless the user has."""
-    name = Path(os.path.abspath(run)).name  # as it is given, whatever is a link
+    # the name as given, not that of a link's target
+    name = Path(os.path.abspath(run)).name
     variables = {"PROJECT": "laneformer", "RUN_NAME": name, "RUN_GROUP": name, "RESUME": "allow"}
     if "WANDB_RUN_ID" not in os.environ:
         variables["RUN_ID"] = read_wandb_id(run)

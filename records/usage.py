@@ -50,7 +50,8 @@ def spans_of(records: Iterable[JsonObject]) -> list[Span]:
         if record.get("kind") == "supervisor_start" or attempt != last.attempt or again:
             spans.append(Span(attempt, time - (number(record.get("seconds")) or 0.0), time))
         elif last.over:
-            continue  # what the supervisor says afterwards
+            # events of the supervisor after an attempt ended cost no GPU time
+            continue
         span = spans[-1]
         span.ended = time
         span.over = record.get("kind") == "supervisor_end"

@@ -148,7 +148,8 @@ def _save(url: str, requests: list[bytes], folder: Path) -> Counter[str]:
                 folder, [(sha1, answer) for sha1, answer in pairs if isinstance(answer, bytes)]
             )
             missing.update(answer for answer in answers if isinstance(answer, str))
-            if not sys.stderr.isatty():  # in logs, as of Slurm; a terminal has the bar of all units
+            # only in logs, such as Slurm's; a terminal has the bar of all units
+            if not sys.stderr.isatty():
                 progress = f"{start + len(names):,} of {len(requests):,} contents, {missing.total():,} missing"
                 place = f"{folder.parent.name}/{folder.stem.lstrip('.')}"
                 print(f"fetch {place}: {progress}", file=sys.stderr, flush=True)
@@ -179,7 +180,8 @@ class _Bucket:
         # s3fs has time-outs of its own
         options = {"timeout": aiohttp.ClientTimeout(TIMEOUT_S)} if url.startswith("http") else {}
         self.system, self.pattern = fsspec.url_to_fs(url, **options)
-        self.unanswered = 0  # contents in a row
+        # counts contents in a row: any answer resets it
+        self.unanswered = 0
 
     def is_silent(self) -> bool:
         return self.unanswered > 2 * CONNECTIONS
@@ -189,7 +191,8 @@ class _Bucket:
         url = self.pattern.format(sha1=sha1.hex())
         answer: bytes | str = "not_asked"
         for attempt in range(0 if self.is_silent() else ATTEMPTS):
-            if attempt:  # its thread waits: a bucket that refuses is asked less often
+            # only this thread waits, so a bucket that refuses is asked less often
+            if attempt:
                 time.sleep(FIRST_WAIT_S * 2 ** (attempt - 1) * random.uniform(0.5, 1))
             try:
                 answer = _with_sha1(sha1, self.system.cat_file(url))
@@ -201,7 +204,9 @@ class _Bucket:
                 # time-outs, damage, and what s3fs raises
                 status = getattr(error, "status", None)
                 answer = f"http_{status}" if status else type(error).__name__
-                if not status or status >= 500 or status in (408, 429):  # which may pass
+                # no answer, a server's error, a time-out or a rate limit may pass; other refusals
+                # are final
+                if not status or status >= 500 or status in (408, 429):
                     continue
             self.unanswered = 0
             return answer

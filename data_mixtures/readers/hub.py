@@ -35,7 +35,8 @@ class Mirror:
     def __init__(self, url: str) -> None:
         self.url = url
         self.system, self.root = fsspec.url_to_fs(url)
-        self.remote = not is_local(self.system)  # a failed transfer can be tried again
+        # whether a failed transfer is worth another attempt
+        self.remote = not is_local(self.system)
 
     def place(self, repo: str, revision: str, path: str = "") -> str:
         return f"{self.root}/{repo}/{path}"
@@ -106,7 +107,8 @@ class Hub(Mirror):
         return commit
 
     def fetch(self, repo: str, revision: str, path: str, target: Path) -> None:
-        disable_progress_bars()  # `run` shows its own
+        # `run` shows a bar of its own
+        disable_progress_bars()
         folder = target.with_name("download")
         try:
             download = hf_hub_download(
@@ -120,7 +122,8 @@ class Hub(Mirror):
 def copy_or_link(system: Any, source: str, target: Path) -> None:
     """Copy a file, or link it, which needs no space."""
     if is_local(system) and os.path.exists(source):
-        with suppress(OSError):  # another disk, or a file system without links
+        # linking fails on another disk, or on a file system without links: copy then
+        with suppress(OSError):
             # Linux would link a symbolic link itself
             return os.link(os.path.realpath(source), target)
     system.get_file(source, str(target))

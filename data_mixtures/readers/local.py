@@ -83,7 +83,8 @@ def find(
     if without and all_match:
         raise ValueError(f"no file matches {', '.join(without)}")
     for name in files:
-        if name.encode(errors="ignore").decode() != name:  # the plan is JSON
+        # the plan is JSON, which cannot hold such a name
+        if name.encode(errors="ignore").decode() != name:
             raise ValueError(
                 f"the name of the file {name!r} is not UTF-8; rename it, or exclude it"
             )
@@ -191,10 +192,12 @@ class Dropped(Counter[str]):
     def __init__(self) -> None:
         super().__init__()
         self.examples: dict[str, str] = {}
-        self.lines = 0  # of JSON lines that were read
+        # JSON lines read: rows of the next unit of the same file are counted on from here
+        self.lines = 0
         # documents that lost lone surrogates, which JSON can hold and UTF-8 cannot
         self.surrogates = 0
-        self.files: set[str] = set()  # that are lost as a whole
+        # names of files that are lost as a whole
+        self.files: set[str] = set()
 
     def add(self, reason: str, where: str, count: int = 1) -> None:
         self[reason] += count

@@ -92,13 +92,15 @@ def open_input(name: str) -> Iterator[BinaryIO]:
             return
         try:
             with io.BufferedReader(cast(Any, _UNPACKERS[codec](raw)), 1 << 20) as unpacked:
-                if not unpacked.peek(1) and not raw.tell():  # an empty file has no end either
+                # an empty file has no end either
+                if not unpacked.peek(1) and not raw.tell():
                     raise Unreadable("damaged")
                 yield unpacked
         except (gzip.BadGzipFile, EOFError, zlib.error) as error:
             raise Unreadable("damaged") from error
         except OSError as error:
-            if type(error) is not OSError or error.errno is not None:  # not of what unpacks
+            # an error of the disk or network, not of the decompressor
+            if type(error) is not OSError or error.errno is not None:
                 raise
             if "too much memory" in str(error):
                 fix = f"its window is over 128 MiB: zstd -d --long=31 {name}"

@@ -124,7 +124,8 @@ def open_files(
             try:
                 data, hashes = (stack.enter_context(store.open_part(out, path)) for path in paths)
             except FileNotFoundError:
-                stage.result(out, stage_name, unit)  # says so if it was not made yet, or was freed
+                # raises the error that says so if it was not made yet, or was freed
+                stage.result(out, stage_name, unit)
                 raise
             files.append(CheckedFile((out, stage_name, unit), name, data, hashes))
         yield files

@@ -55,7 +55,8 @@ class Fetch(Stage):
         entry = stage.find_unit_plan(self.out, unit)
         if entry["kind"] == "local":
             return key_of(self.name, entry, self._portable(entry))
-        if entry["kind"] == "resolved":  # wherever the contents come from, they are the same
+        # contents are named by their hash: the same wherever they come from
+        if entry["kind"] == "resolved":
             return key_of(self.name, entry["files"], entry["row_groups"])
         described = stage.find_plan(self.out, unit.source)
         return key_of(self.name, described.get("repo"), described.get("revision"), entry)

@@ -292,7 +292,8 @@ def write(path: Path, batches: Iterable[list[tuple[bytes, bytes, str]]]) -> None
     ) as writer:
         for group in group_by_size(documents, lambda document: len(document[1]), _ROW_GROUP_BYTES):
             ids, texts, origins = zip(*group, strict=True)
-            strings = pa.array(texts, pa.binary()).view(pa.string())  # they are UTF-8
+            # Arrow would check the bytes again: they were decoded in `_pieces`
+            strings = pa.array(texts, pa.binary()).view(pa.string())
             columns = [pa.array(ids, pa.binary(16)), strings, pa.array(origins, pa.string())]
             writer.write_table(
                 pa.Table.from_arrays(columns, schema=SCHEMA), row_group_size=len(texts)

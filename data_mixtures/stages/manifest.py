@@ -92,9 +92,11 @@ def _decides(recipe: Recipe, out: Path, source: str) -> Json:
     every = {**asdict(recipe), **asdict(recipe.source(source))}
     decides = {key: value for key, value in every.items() if key in _DECIDES}
     decides["valid_per_10000"] = recipe.valid_per_10000_of(source)
-    del decides["filter"]["benchmarks"]  # paths, may move
+    # paths may move without other data; the index has a hash of its own
+    del decides["filter"]["benchmarks"]
     if not decides["dedup"]["contained_share"]:
-        del decides["dedup"]["contained_share"]  # as before there was such a key
+        # manifests from before this key must still match
+        del decides["dedup"]["contained_share"]
     if isinstance(tokenizer_settings := recipe.tokenizer, TokenizerTraining):
         decides["tokenizer"] = [asdict(tokenizer_settings), [item.name for item in recipe.sources]]
     else:
@@ -104,16 +106,19 @@ def _decides(recipe: Recipe, out: Path, source: str) -> Json:
             if path.is_file()
             else None
         )
-    with suppress(ValueError):  # it is not planned yet
+    # a source that is not planned yet has no hash
+    with suppress(ValueError):
         decides["plan"] = stage.find_plan(out, source)["plan_hash"]
-    return json.loads(json.dumps(decides))  # as source.json has it
+    # tuples become lists, as in source.json
+    return json.loads(json.dumps(decides))
 
 
 def _pins(out: Path, source: str) -> dict[str, str]:
     """Return the content of a source that each lock pins."""
     by_lock: dict[str, str] = {}
     for path in sorted(out.glob("*.lock.json")):
-        with suppress(ValueError):  # one that is broken pins nothing
+        # a broken lock pins nothing
+        with suppress(ValueError):
             pins = {
                 entry["name"]: entry["content_sha256"]
                 for entry in mixture.read_lock(path)["sources"]
@@ -154,13 +159,15 @@ def _publish(recipe: Recipe, out: Path, source: str, replace: bool) -> str:
         same = published.get("content_sha256") == shards.content_sha256(description)
         if same and all(_is_copy(final / name, path) for name, path in files.items()):
             described = {**published, **description, "code_version": published["code_version"]}
-            if described != published:  # the same data with other counts, or of another plan
+            # the same data, but its counts or its plan changed
+            if described != published:
                 shards.write_manifest(final, described)
             return "reused"
     if not replace:
         _refuse_other_data(out, source, description)
     partial = out / f".{source}.partial"
-    shutil.rmtree(partial, ignore_errors=True)  # of a run that was killed
+    # left by a run that was killed
+    shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir()
     try:
         for name, path in files.items():

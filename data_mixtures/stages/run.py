@@ -61,7 +61,8 @@ def _run(stage: Stage, units: list[Unit], options: Options, tell: Callable[[int]
                 raise (ValueError if failure["user"] else RuntimeError)(failure["message"])
             tell(finished)
     finally:
-        outcomes.close()  # what still runs ends first
+        # units that still run end before their partial folders are deleted
+        outcomes.close()
         remove_partial(stage.out, stage.name)
 
 
@@ -82,7 +83,8 @@ def _in_parallel(
             for future in as_completed(futures):
                 yield future.result()
         except BrokenProcessPool as broken:
-            pool.shutdown()  # it ends the other workers, with SIGTERM
+            # ends the other workers with SIGTERM: who has another status died before
+            pool.shutdown()
             killed = [worker for worker in family if worker.exitcode not in (0, -signal.SIGTERM)]
             claims = [(logs / "workers" / str(worker.pid)).read_text() for worker in killed]
             at = sorted(filter(None, claims))
@@ -109,7 +111,8 @@ def _begin(logs: Path) -> None:
 
 
 def _work(stage: Stage, unit: Unit, place: store.Place | None, logs: Path) -> Json | None:
-    claim = logs / "workers" / str(os.getpid())  # which unit this worker is at
+    # says which unit this worker is at, for the message if it is killed
+    claim = logs / "workers" / str(os.getpid())
     claim.write_text(str(unit), encoding="utf-8")
     failure = attempt(stage, unit, place)
     claim.write_text("", encoding="utf-8")

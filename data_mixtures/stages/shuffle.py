@@ -95,7 +95,8 @@ class WriteShards(Stage):
         if not (windows := self._windows(source, "train")):
             few = f"too little text for one training window of {self.recipe.seq_len} tokens"
             raise ValueError(f"source {source!r} has {few}: add text, or lower seq_len")
-        if self.recipe.packing != mixture.PACKING:  # of the documents that begin in so many tokens
+        # a packed shard holds the documents that begin in this many tokens of the stream
+        if self.recipe.packing != mixture.PACKING:
             windows = -(-self._count(source, "train", "tokens") // self.recipe.seq_len)
         return -(-windows // self.recipe.windows_per_shard)
 
@@ -125,7 +126,8 @@ class WriteShards(Stage):
         entry, index, order = write(unit, part, path)
         if part == "valid":
             return {**entry, "documents": self._count(unit.source, part, "documents")}
-        if not entry["windows"]:  # no document begins in this part of the stream
+        # no document begins in this part of the stream
+        if not entry["windows"]:
             return entry
         runs = sorted_runs.find_units(self.out, unit.source)
         with blocks.open_files(self.out, *runs, ORIGINS) as files:

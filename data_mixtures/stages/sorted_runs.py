@@ -138,7 +138,8 @@ def with_columns(rows: np.ndarray, dtype: np.dtype) -> np.ndarray:
     """Convert rows to another dtype by their common columns."""
     result = np.zeros(len(rows), dtype)
     for name in set(result.dtype.names or ()).intersection(rows.dtype.names or ()):
-        result[name] = rows[name]  # one at a time: numpy assigns several ten times slower
+        # one at a time: numpy assigns several ten times slower
+        result[name] = rows[name]
     return result
 
 

@@ -257,7 +257,8 @@ def forget(out: Path, stage: str, unit: Unit) -> None:
     folder = unit_folder(out, stage, unit)
     if folder.is_dir():
         (folder / RECEIPT).unlink(missing_ok=True)
-        os.utime(folder.parent)  # its time tells readers that receipts changed
+        # the folder's time tells readers that receipts changed
+        os.utime(folder.parent)
     if there := store.of(out):
         there.remove([folder / RECEIPT])
 
@@ -269,7 +270,8 @@ def is_done(stage: Stage, unit: Unit) -> bool:
     receipt = read_receipt(stage.out, stage.name, unit)
     if receipt is None or receipt["key"] != stage.key(unit):
         return False
-    if receipt.get("freed") or store.of(stage.out):  # a store loses no file
+    # a store loses no file
+    if receipt.get("freed") or store.of(stage.out):
         return True
     folder = unit_folder(stage.out, stage.name, unit)
     files = ((folder / name, entry["bytes"]) for name, entry in receipt["files"].items())
@@ -343,7 +345,8 @@ def attempt(stage: Stage, unit: Unit, place: store.Place | None = None) -> Json 
     try:
         if place is not None:
             stage = replace(stage, out=store.workers_copy(place))
-        if not is_done(stage, unit):  # a worker that was lost may have left its receipt
+        # a worker that was lost may have left its receipt
+        if not is_done(stage, unit):
             do(stage, unit)
     # failures are returned as plain data, since not every exception can be pickled
     except FOR_USERS as error:
@@ -357,5 +360,6 @@ def _entry(path: Path, sync: bool = False) -> Json:
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, xxhash.xxh3_128)
         if sync:
-            os.fsync(file.fileno())  # before the rename that says it is there
+            # the bytes must be on disk before the rename that says so
+            os.fsync(file.fileno())
         return {"bytes": file.tell(), "xxh3": digest.hexdigest()}

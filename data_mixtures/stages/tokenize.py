@@ -139,7 +139,8 @@ def _hashes(out: Path) -> list[str]:
 
 @functools.lru_cache(maxsize=1)
 def _load_tokenizer(path: Path, hashes: tuple[str, ...]) -> tokenizer.Tokenizer:
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a worker has one core
+    # every worker has one core
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
     return tokenizer.load(path)
 
 

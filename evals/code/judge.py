@@ -109,7 +109,8 @@ def judge(
             for sentinel in connection.wait(running):
                 place, process = running.pop(sentinel)
                 process.join()
-                if process.exitcode < 0:  # killed by its limits
+                # killed by a limit, such as that on CPU time
+                if process.exitcode < 0:
                     yield place, "timeout"
                 elif process.exitcode in STATUSES:
                     yield place, STATUSES[process.exitcode]

@@ -79,7 +79,8 @@ class Oracle:
     def right(self, output: Any, arguments: list[Any], expected: Any) -> bool:
         """May raise anything that values which do not fit raise: the answer is wrong then."""
         if self.dataset == "humaneval" and self.entry_point == "find_zero":
-            return False  # EvalPlus checks it without counting its tests, so no solution passes
+            # EvalPlus checks it without counting its tests, so no solution passes
+            return False
         # a tolerance that a test has set holds for the next
         exact = self._exactly(output, arguments, expected)
         if self.atol == 0 and are_floats(expected):

@@ -93,7 +93,8 @@ def build_sandbox(readable: Sequence[Path]) -> list[str]:
     ]
     visible = [*map(Path, SYSTEM), *map(Path, DEVICES), *readable]
     for parent in sorted({parent for path in visible for parent in path.parents} - {Path("/")}):
-        command += ["--perms", "0755", "--dir", str(parent)]  # else only root may pass
+        # parents that bubblewrap makes by itself let only root pass
+        command += ["--perms", "0755", "--dir", str(parent)]
     for path in SYSTEM:
         if os.path.islink(path) and os.path.isdir(path):
             command += ["--symlink", os.readlink(path), path]

@@ -163,11 +163,13 @@ class Judge:
         # NumPy is the one package that solutions may import beside the standard library
         packages = Path(numpy.__file__).parents[1]
         command = [str(PYTHON), "-I", "-S", "-B", "-c", RUNNER.read_text(), str(packages)]
-        if self.sandbox == "none":  # all the same a solution ends with its judge
+        # without a sandbox, too, a solution ends with its judge
+        if self.sandbox == "none":
             options = []
             command = ["setpriv", "--pdeathsig", "KILL", *command]
         else:
-            readable = [Path(sys.base_prefix).resolve()]  # with the standard library
+            # Python's own prefix, which holds the standard library
+            readable = [Path(sys.base_prefix).resolve()]
             readable += [*packages.glob("numpy"), *packages.glob("numpy.libs")]
             options = build_sandbox(readable)
             command = wrap_as_nobody(command)

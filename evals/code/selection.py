@@ -20,7 +20,8 @@ MAX_BEGINS, MAX_CUTS = 32, 64  # as a text of no Python would take O(lines^2) pa
 def select_function(text: str, entry_point: str) -> tuple[str, str]:
     """Return (code, rule) of an answer without its thinking."""
     text = text.replace("\r\n", "\n").rpartition("</think>")[2]
-    lines = text.split("\n")  # splitlines would break code at form feeds and U+2028
+    # splitlines would break code at form feeds and U+2028
+    lines = text.split("\n")
     # answers begin with signatures and end with corrections. Code is cut, never printed again: a
     # tree that parses may not print (numbers of thousands of digits, deep nesting)
     blocks = [code for code in iterate_blocks(lines) if has_real_body(code, entry_point)]
@@ -75,7 +76,8 @@ def has_real_body(code: str, entry_point: str) -> bool:
 
 def is_stub(node: ast.stmt) -> bool:
     if isinstance(node, ast.Expr):
-        return isinstance(node.value, ast.Constant)  # a docstring, ...
+        # a docstring, or `...`
+        return isinstance(node.value, ast.Constant)
     return isinstance(node, ast.Pass | ast.Raise)
 
 

@@ -220,7 +220,8 @@ def show(figures: JsonObject, bundle: Bundle) -> None:
     title += (
         f"CORE tasks, {figures['protocol']}: accuracy, centered on v1 and v2, gold bits per byte"
     )
-    rows = []  # with the longest name 80 columns wide
+    # with the longest task name a row is 80 columns wide
+    rows = []
     for label, task in figures["tasks"].items():
         low, high = task["interval"]
         numbers = [f"{task['n']}", f"{task['accuracy']:.3f}", f"{low:.2f}–{high:.2f}"]

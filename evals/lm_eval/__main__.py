@@ -180,7 +180,8 @@ def summarize_prompts(model: ScorerLM, samples: list[JsonObject]) -> dict[str, i
     """documents, longest_tokens (a prompt and its continuation or generation limit), cut (truncated prompts)."""
     longest = cut = 0
     for context, *more in (arguments for sample in samples for arguments in sample["arguments"]):
-        if not more:  # a rolling request is a text alone, read in windows
+        # a rolling request has no continuation; its text is read in windows
+        if not more:
             tokens = room = len(model.tok_encode(context))
         elif isinstance(more[0], str):
             tokens = len(model.tok_encode(context + more[0]))

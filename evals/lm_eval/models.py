@@ -44,7 +44,8 @@ class ScorerLM(TemplateLM):
         self.max_length = self.scorer.max_length
         self.scoring_room = self.scorer.scoring_room
         self.prompt_tokens = 0
-        self.partial = Partial()  # answers of an evaluation that was interrupted
+        # holds the answers of an evaluation that was interrupted; `main` sets it
+        self.partial = Partial()
 
     @property
     def eot_token_id(self) -> int:

@@ -67,7 +67,8 @@ def expand_tasks(names: str) -> list[str]:
     """Split a comma-separated list: `ruler` is eleven tasks, paths of task files become absolute."""
     tasks: list[str] = []
     for name in (part.strip() for part in names.split(",")):
-        if name.endswith((".yaml", ".yml")):  # absolute: --data changes the working directory
+        # absolute: --data changes the working directory
+        if name.endswith((".yaml", ".yml")):
             if not Path(name).is_file():
                 raise ValueError(f"--tasks: the task file {name} does not exist")
             name = str(Path(name).resolve())
@@ -88,7 +89,8 @@ def load_tasks(
 
     check_room(names, lengths, tokenizer)
     random.seed(SEEDS["random"])
-    DetectorFactory.seed = SEEDS["random"]  # of IFEval, which draws again for each text
+    # IFEval's language detection draws for each text
+    DetectorFactory.seed = SEEDS["random"]
     np.random.seed(SEEDS["numpy"])  # noqa: NPY002 - the generator that `ruler_vt` uses
     metadata: Any = {"max_seq_lengths": list(lengths), "tokenizer": str(tokenizer)}
     stock = {name for name in names if not Path(name).is_file()}
@@ -157,7 +159,8 @@ def use_data_folder(data: Path, tasks: Sequence[str]) -> Iterator[None]:
     if set(tasks) & {*RULER_TASKS, IFEVAL}:
         use_sentence_tables(data)
     before = {name: os.environ.get(name) for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE")}
-    os.environ.update(dict.fromkeys(before, "1"))  # read at import: missing data fails at once
+    # `datasets` reads them at import; missing data then fails at once
+    os.environ.update(dict.fromkeys(before, "1"))
     import datasets
 
     # may hold a data set of the same name from elsewhere
@@ -259,7 +262,8 @@ def measure_vt(tokenizer: Any, length: int) -> Measured:
 
     parts = [("its worked example", longest(VT_EXAMPLE_UNITS, example=True), VT_EXAMPLE_TOKENS)]
     if parts[0][1] <= VT_EXAMPLE_TOKENS:
-        with contextlib.redirect_stdout(io.StringIO()):  # it prints every attempt
+        # lm-eval prints every attempt
+        with contextlib.redirect_stdout(io.StringIO()):
             (example,) = vt_utils.sys_vartrack_w_noise_random(
                 tokenizer,
                 num_samples=1,
@@ -281,7 +285,8 @@ def measure_cwe(tokenizer: Any, length: int) -> Measured:
         listed = " ".join(f"{i}. {word}" for i, word in enumerate(answer, 1))
         return len(tokenizer(f"{example}\n{text} {listed}").input_ids) + CWE_ANSWER_TOKENS
 
-    state = cwe_utils.RNG.getstate()  # seeded at import; the documents depend on it
+    # lm-eval seeds this generator at import, and the documents depend on its state
+    state = cwe_utils.RNG.getstate()
     samples = [cwe_utils.generate_input_output(CWE_UNITS, length) for _ in range(DRAWS)]
     cwe_utils.RNG.setstate(state)
     return [("its shortest prompt", max(count(*sample) for sample in samples), length)]

@@ -35,7 +35,8 @@ def resolve_device(device: str) -> str:
     from laneformer.engine.device import has_driver
 
     gpus: list[str] = []
-    if has_driver():  # otherwise torch need not be imported to know
+    # importing torch takes seconds: without a driver there is no GPU
+    if has_driver():
         import torch
 
         if torch.cuda.is_available():

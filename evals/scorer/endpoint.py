@@ -49,7 +49,8 @@ class EndpointScorer(Scorer):
             raise ValueError(
                 f"--base-url {base_url!r} must begin with http:// or https://, and end before /completions"
             )
-        self.max_length = source.max_length or 1 << 30  # the server knows
+        # only the server knows its context
+        self.max_length = source.max_length or 1 << 30
         self.model = source.model or "laneformer"
         if folder is not None:
             super().__init__(folder)
@@ -60,7 +61,8 @@ class EndpointScorer(Scorer):
         self.device = base_url.rstrip("/").removesuffix("/completions")
         self.parallel = source.concurrency
         self.timeout_s = source.timeout_s
-        self.scoring_room = self.max_length - 1  # it adds a token of its own to what it scores
+        # a server scores a prompt by generating one token more
+        self.scoring_room = self.max_length - 1
 
     def score(self, items: Iterable[Sequence[Prompt]]) -> Iterator[list[Scores]]:
         with ThreadPoolExecutor(self.parallel) as pool:

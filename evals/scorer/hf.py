@@ -128,7 +128,8 @@ class TransformersScorer(Scorer):
         except torch.OutOfMemoryError:
             if len(prompts) == 1:
                 raise
-        torch.cuda.empty_cache()  # does nothing without a GPU
+        # frees what the failed pass left; without a GPU it does nothing
+        torch.cuda.empty_cache()
         half = len(prompts) // 2
         return self._within_memory(prompts[:half], offset) + self._within_memory(
             prompts[half:], offset
@@ -139,7 +140,8 @@ class TransformersScorer(Scorer):
         import torch
 
         cache = None
-        rows = [p.ids[offset:-1] for p in prompts]  # the last id is only predicted
+        # the last id is only predicted, never read
+        rows = [p.ids[offset:-1] for p in prompts]
         width = max(map(len, rows))
         first = min(p.start for p in prompts) - 1 - offset
         # on the right, which no earlier position sees: neither a mask nor positions are needed

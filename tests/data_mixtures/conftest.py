@@ -171,11 +171,14 @@ def s3(monkeypatch):
     for name, value in {**names, "ENDPOINT_URL": f"http://{host}:{port}"}.items():
         monkeypatch.setenv(f"AWS_{name}", value)
     system = fsspec.filesystem("s3", skip_instance_cache=True, use_listings_cache=False)
-    type(system).clear_instance_cache()  # of servers before this one
-    if system.exists("bucket"):  # moto keeps it
+    # clients of earlier servers would be reused
+    type(system).clear_instance_cache()
+    # moto keeps buckets from server to server
+    if system.exists("bucket"):
         system.rm("bucket", recursive=True)
     system.makedirs("bucket")
-    forkserver._forkserver._stop()  # workers have the environment in which it was started
+    # the fork server's workers keep the environment in which it was started
+    forkserver._forkserver._stop()
     yield system
     forkserver._forkserver._stop()
     server.stop()

@@ -31,7 +31,8 @@ def make_prepared(folder: Path) -> None:
 def folder(shared, tmp_path):
     """Return tmp_path with hub.toml, its mirror, and whole/, which `prepare` made of them."""
     prepared = shared("two_hub_sources", make_prepared)
-    subprocess.run(["cp", "-a", f"{prepared}/.", tmp_path], check=True)  # links stay links
+    # -a keeps hard links: published shards are those of the stage shuffle
+    subprocess.run(["cp", "-a", f"{prepared}/.", tmp_path], check=True)
     return tmp_path
 
 
@@ -107,7 +108,8 @@ def test_sources_can_go_through_one_after_the_other_and_be_freed(run, folder, mo
     for name in ("plus", "mind"):
         assert files_of(out / name) == files_of(folder / "whole" / name)
     assert Mixture.open(out / "phase1.lock.json").sequences(0, 4)[0].shape == (4, 33)
-    for name in IN_A_ROW:  # nothing of what was freed is made again
+    # a second pass makes nothing that was freed again
+    for name in IN_A_ROW:
         assert "done, 0 as before" not in run(name)
 
 
@@ -155,7 +157,8 @@ def test_a_file_of_the_mirror_that_changed_in_place_is_named(run, folder):
     original = folder / "mirror" / REPO / "4plus/part_000001.parquet"
     before = original.read_bytes()
     original.write_bytes(before[:99] + bytes([before[99] ^ 1]) + before[100:])
-    for _ in range(2):  # it is not taken for what was fetched, however often one starts
+    # the changed file is refused at every start, not only at the first
+    for _ in range(2):
         linked = r"fetch/plus/unit-00001/raw.parquet .* It is a link of a mirror's file"
         assert_refused(run, "filter", linked)
         run("fetch")

@@ -101,7 +101,8 @@ def test_the_shortest_recipe_makes_a_mixture(folder):
     assert sorted(source.tolist()) == [0] * 6 + [1] * 4
     manifest = shards.read_manifest(folder / "out/mine")
     assert (manifest["read"], manifest["kept"], manifest["category"]) == (80, 80, "other")
-    assert manifest["valid"]["windows"] == 0  # of 80 documents
+    # 80 documents, at 1 % held out, do not fill a window
+    assert manifest["valid"]["windows"] == 0
     raw = folder / "out/fetch/yours/unit-00000/raw.parquet"
     assert os.path.samefile(raw, list_planned(folder, "yours")[0])
     origins = origins_of(folder, "yours", 1)
@@ -261,7 +262,8 @@ def test_a_truncated_file_counts_whole(folder):
     assert {reason: count for reason, count in manifest["dropped"].items() if count} == {
         "damaged": 1
     }
-    write_json_lines(victim, write_text(7, 60))  # one file of 30, but a fourth of the bytes
+    # one file of 30, but a fourth of the bytes: the share by bytes is judged, too
+    write_json_lines(victim, write_text(7, 60))
     victim.write_bytes(victim.read_bytes()[:-9])
     quarter = r"2\d\.\d% could not be read .*, [\d,]+ of [\d,]+ bytes of files\): .*7\.jsonl"
     with pytest.raises(ValueError, match=quarter):

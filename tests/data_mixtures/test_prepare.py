@@ -29,7 +29,8 @@ def replace_text(path: Path, old: str, new: str) -> None:
 
 @pytest.mark.job
 def test_a_source_can_hold_nothing_out(recipe_path, tmp_path):
-    from evals.bits_per_byte import load_windows  # these import torch
+    # imported here, as both import torch
+    from evals.bits_per_byte import load_windows
     from train.validate import read_held_out
 
     data = tmp_path / "out"
@@ -64,7 +65,8 @@ def test_other_data_does_not_replace_what_a_lock_pins_unasked(tiny_copy, tmp_pat
     data = tiny_copy / "out"
     text = path.read_text()
     path.write_text(text + "[phase3]\nnotes = 1\nsums = 1\n")
-    prepare_folder(path, data)  # one phase more is no other data
+    # one more phase is not other data
+    prepare_folder(path, data)
     before = files_of(data)
     units = len(list((data / "shuffle/sums").glob("unit-*")))
     for old, new, differs in [

@@ -44,7 +44,8 @@ def test_every_source_of_the_2b_run_says_where_it_is_and_on_what_terms():
             (source.configs, source.licence, source.text_columns, source.expected_tokens_b > 0)
         )
     places = [(source.repo, config) for source in sources for config in source.configs]
-    assert len(set(places)) == len(places)  # no folder is in two sources
+    # no folder of a repository is in two sources
+    assert len(set(places)) == len(places)
 
 
 def test_long_windows_have_three_fifths_of_phase_2_and_long_documents_by_length():

@@ -86,11 +86,13 @@ def test_kills_at_any_moment_change_nothing(tmp_path):
     for moment in sorted(draw.sample(range(1, total), KILLS)):
         process = subprocess.Popen(command_of(path, out, "--workers", "2"), cwd=ROOT)
         while process.poll() is None and count_receipts(out) < moment:
-            time.sleep(0.005)  # a poll of the state, not of a time
+            # polls the state, so a slow machine kills at the same unit
+            time.sleep(0.005)
         family = family_of(process)
         process.kill()
         killed += process.wait() == -signal.SIGKILL
-        wait_for_end(family)  # workers end a moment after their main process
+        # workers end a moment after their main process; they would write beside the next start
+        wait_for_end(family)
     assert killed >= KILLS // 2
     last = subprocess.run(
         command_of(path, out, "--workers", "2"), cwd=ROOT, capture_output=True, text=True

@@ -79,7 +79,8 @@ def test_every_document_of_a_window_is_named(run, lock, prepared_data):
         parts = window["documents"]
         first = first_token(window)
         assert tokens == opened.sequences(window["sequence"], 1)[0][0].tolist()
-        end = first + SEQ_LEN  # the last token is only predicted
+        # the last token is only predicted
+        end = first + SEQ_LEN
         expected = [
             (max(begin, first) - first, begin, length, name)
             for begin, length, name in of_sources[window["source"]]

@@ -33,7 +33,8 @@ def recipe(shared, tmp_path, monkeypatch):
 
 
 def pick_published(files: dict[str, bytes]) -> dict[str, bytes]:
-    stages = ("shuffle/", ".")  # files of shuffle are links in a folder, and move in a store
+    # files of shuffle stay in a folder as links; a store has none, so they move
+    stages = ("shuffle/", ".")
     return {name: content for name, content in files.items() if not name.startswith(stages)}
 
 
@@ -93,7 +94,8 @@ def test_who_has_the_bucket_and_what_needs_a_disk(recipe, s3):
     message = r"s3://bucket/data \(held by process 7 on elsewhere\); wait for it, or del"
     with pytest.raises(ValueError, match=message):
         prepare_folder(recipe, OUT)
-    s3.pipe("bucket/data/.lock", f"process 7 on {store.host_name()}".encode())  # it was killed here
+    # a lock of this host is stale: its process was killed
+    s3.pipe("bucket/data/.lock", f"process 7 on {store.host_name()}".encode())
     commands.run(["plan", *arguments])
     commands.run(["fetch", *arguments])
     with pytest.raises(
@@ -121,12 +123,14 @@ def test_kills_change_nothing_in_a_bucket(recipe, s3):
         "--out",
         "s3://bucket/data",
     ]
-    for moment in (3, 9):  # of 14 units
+    # receipts at which to kill, of 14
+    for moment in (3, 9):
         process = subprocess.Popen(
             [*command, "--workers", "2"], cwd=ROOT, stdout=subprocess.DEVNULL
         )
         while process.poll() is None and len(s3.glob("bucket/data/*/*/*/receipt.json")) < moment:
-            time.sleep(0.01)  # a poll of the state, not of a time
+            # polls the state, so a slow machine kills at the same unit
+            time.sleep(0.01)
         process.kill()
         process.wait()
     subprocess.run([*command, "--workers", "2"], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)

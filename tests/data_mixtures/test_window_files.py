@@ -31,7 +31,8 @@ def read_window(files: WindowFiles, window: int, file: int = 0) -> np.ndarray:
 @pytest.fixture
 def small_blocks(monkeypatch):
     monkeypatch.setattr(shards, "BLOCK_BYTES", BLOCK)
-    monkeypatch.setattr(window_files, "CHUNK_BYTES", 24)  # does not divide a block
+    # a chunk size that does not divide a block
+    monkeypatch.setattr(window_files, "CHUNK_BYTES", 24)
 
 
 @pytest.mark.parametrize("byte", [0, 63, 64, 135, 185])

@@ -51,7 +51,8 @@ def test_shipped_job_files_ask_for_what_can_run():
     jobs_with_evals = 0
     for path in sorted((ROOT / "configs").glob("*.toml")):
         if "[job]" not in path.read_text():
-            continue  # an experiment's, which names a job file
+            # the file of an experiment, which names a job file
+            continue
         job = read_job(["--job.config_file", str(path)])
         if job.evals.every_steps:
             check(job)

@@ -126,7 +126,8 @@ def test_runs_checkpoints_and_phases_are_compared_by_name(tmp_path):
 
     run = record("x", 10, "phase1", [True, False])
     record("x", 20, "phase1", [False, False])
-    record("x", 20, "phase1", [True, True])  # the same checkpoint again: the latest record counts
+    # the same checkpoint again: the latest record counts
+    record("x", 20, "phase1", [True, True])
     record("x", 30, "phase2", [False, False])
     other = record("y", 7, "phase1", [True, True])
 

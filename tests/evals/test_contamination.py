@@ -68,7 +68,8 @@ def test_counts_add_up_and_never_pass_the_items(data, capsys):
     assert set(record["manifests"]) == {"code", "web"}
     assert "code, web" in capsys.readouterr().err
     before = contamination(data)["manifests"]
-    shutil.copytree(data / "web", data / ".web.old")  # as a publication that was killed leaves it
+    # the hidden folder that a killed publication leaves
+    shutil.copytree(data / "web", data / ".web.old")
     assert contamination(data)["manifests"] == before
     source(data, "web", {}, tokenizer="cd")
     # other data, another hash

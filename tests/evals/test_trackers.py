@@ -111,7 +111,8 @@ def test_the_same_values_everywhere_once(tmp_path, monkeypatch):
         (name, r["step"], value) for r in early + late for name, value in name_figures(r).items()
     )
     assert len(expected) == 2 * 11
-    board, rows = started[-1]  # an offline run holds all
+    # an offline run is written whole each time, so the last one holds all
+    board, rows = started[-1]
     assert (board.name, board.group, board.job_type) == (f"{run.name}-evals", run.name, "evals")
     others = {"step", "tokens_total", "samples"}
     assert sorted((k, row["step"], row[k]) for row in rows for k in row.keys() - others) == expected

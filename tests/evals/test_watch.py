@@ -318,10 +318,12 @@ def test_a_job_evaluates_its_own_checkpoints_and_a_killed_watcher_goes_on(prepar
     first = subprocess.Popen(watching, cwd=ROOT, env=env)
     while not read_lines(out) and first.poll() is None:
         time.sleep(0.02)
-    first.kill()  # in the middle of the export of the second checkpoint
+    # the kill falls into the export of the second checkpoint
+    first.kill()
     first.wait()
     assert [record["step"] for record in read_lines(out)] == [1]
-    subprocess.run(watching, cwd=ROOT, env=env, check=True)  # the run is done: it ends by itself
+    # the run is done, so the watcher ends by itself
+    subprocess.run(watching, cwd=ROOT, env=env, check=True)
     records = read_lines(out)
     rows = {row["step"]: row["tokens_total"] for row in read_lines(run / "metrics.jsonl")}
     expected = [(step, "phase1", rows[step]) for step in (1, 2, 4)]

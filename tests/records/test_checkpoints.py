@@ -49,9 +49,11 @@ def names(paths: list[Path]) -> list[str]:
 def test_only_complete_and_superseded_ones_may_go(folder):
     assert names(list_superseded(folder, 2, 0)) == ["step-25", "step-20", "step-10"]
     assert names(list_superseded(folder, 2, 10)) == ["step-25"]
-    (folder / "step-40").mkdir()  # being written: neither counted nor deleted
+    # a folder that is being written is neither counted nor deleted
+    (folder / "step-40").mkdir()
     assert names(list_superseded(folder, 2, 10)) == ["step-25"]
-    truncate(folder / "step-35")  # damaged: does not supersede anything
+    # a damaged checkpoint does not supersede older ones
+    truncate(folder / "step-35")
     assert names(list_superseded(folder, 2, 0)) == ["step-20", "step-10"]
     for step in (10, 20, 25, 30):
         truncate(folder / f"step-{step}")
@@ -149,12 +151,14 @@ def test_damage_of_the_same_size_is_found(folder, caplog):
     check_contents(path)
     (victim,) = path.glob("*.distcp")
     flip(victim, random.Random(1))
-    check_complete(path)  # sizes say nothing
+    # a flipped bit does not change the size
+    check_complete(path)
     with pytest.raises(ValueError, match=f"{victim.name} is damaged"):
         check_contents(path)
     with pytest.raises(ValueError, match="is damaged"):
         check_contents(path, 1, 3)
-    check_contents(path, 0, 3)  # another rank's share
+    # the damaged file is another rank's share
+    check_contents(path, 0, 3)
     victim.unlink()
     with pytest.raises(ValueError, match="cannot be read"):
         check_contents(path)

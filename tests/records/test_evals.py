@@ -74,7 +74,8 @@ def test_a_place_where_no_record_can_go_is_refused_before_the_evaluation(tmp_pat
     ):
         with pytest.raises(ValueError, match=f"--out .* {reason}; name a file to append to"):
             About(out)
-    monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write everywhere
+    # tests may run as root, who may write everywhere
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
     for out in (tmp_path / "file", tmp_path / "new/x.jsonl"):
         with pytest.raises(ValueError, match="cannot be written"):
             About(out)

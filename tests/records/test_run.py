@@ -142,7 +142,8 @@ def test_without_starts_no_step_counts_twice_and_the_last_attempt_wins(played):
     rows_that_count = find_counted(rows, None)
     steps = [step for step, _ in rows_that_count]
     assert steps == sorted(set(steps))
-    last = {row["step"]: row["attempt"] for row in rows}  # rows come in order of attempts
+    # rows come in order of attempts, so later ones win
+    last = {row["step"]: row["attempt"] for row in rows}
     assert all(attempt == last[step] for step, attempt in rows_that_count)
 
 

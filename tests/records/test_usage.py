@@ -127,5 +127,6 @@ def test_phases_of_a_run(tmp_path):
     usage = usage_of(read_run(tmp_path))
     # the repeated steps are paid twice
     assert usage.gpu_hours == pytest.approx(8 * 3.0 + 4 * 4.0)
-    assert usage.gpu_hours_left == pytest.approx(60 + 50)  # tokens / tokens per s and device
+    # GPU-hours: tokens left over tokens per second of a device, in hours
+    assert usage.gpu_hours_left == pytest.approx(60 + 50)
     assert usage.finish_time == pytest.approx((10.0 + 60 / 4 + 50 / 4) * HOUR)

@@ -72,7 +72,8 @@ def test_plan_and_fetch_from_the_hub(hub, tmp_path):
         assert (folder / "raw.parquet").read_bytes() == file.read_bytes()
     assert stage.read_receipt(out, "fetch", Unit("gated", 0))["counts"]["documents"] == 40
     requests = len(hub.requests)
-    assert not run_command(hub, "plan", path)  # what is there needs neither hub nor token
+    # a plan that is there needs neither hub nor token
+    assert not run_command(hub, "plan", path)
     assert len(hub.requests) == requests
 
 

@@ -68,11 +68,13 @@ BETWEEN = {"gz": b"\0" * 700, "zst": SKIPPABLE, "bz2": bz2.compress(b"")}
 def test_what_is_packed_is_whole_or_damaged(suffix, tmp_path):
     pack = PACK[suffix]
     path = tmp_path / f"a.jsonl.{suffix}"
-    members = pack(RAW[:9000]) + pack(RAW[9000:])  # several, as `cat` makes them
+    # several members in a row, as `cat a.gz b.gz` makes them
+    members = pack(RAW[:9000]) + pack(RAW[9000:])
     between = BETWEEN[suffix]
     stock = pack(b"") + pack(RAW[:9000]) + between + pack(RAW[9000:]) + between
     if suffix == "bz2":
-        stock += b"\0" * 700  # behind the last stream alone
+        # bzip2's tools accept zeros only behind the last stream
+        stock += b"\0" * 700
     reference = {"gz": gzip, "bz2": bz2}.get(suffix)
     assert reference is None or reference.decompress(stock) == RAW
     for whole in (pack(RAW), members, stock):
@@ -200,7 +202,8 @@ def test_the_order_depends_on_names_below_a_root_alone_and_the_first_stay_the_fi
     every = names({}, f"{folder}/a/*")
     assert names({}, f"{folder}/a/*", files=5) == every[:5]
     assert names({}, f"{folder}/a/*", files=99) == every
-    (tmp_path / "ot[h]er").mkdir()  # a folder whose name is a pattern
+    # a folder whose name reads as a pattern
+    (tmp_path / "ot[h]er").mkdir()
     (folder / "a").rename(tmp_path / "ot[h]er/a")
     moved = {"corpus": str(tmp_path / "ot[h]er")}
     below = [local.portable(name, roots) for name in names_in_order]
@@ -304,7 +307,8 @@ def test_urls_are_listed_read_and_checked(tmp_path):
     path.write_text("here")
     for name in (str(path), f"file://{path}"):
         files = local.find(Input("text", (name,)), {})
-        os.utime(path, ns=(1, path.stat().st_mtime_ns + 10**9))  # the same size, later
+        # the same size, another time
+        os.utime(path, ns=(1, path.stat().st_mtime_ns + 10**9))
         with pytest.raises(
             ValueError, match=r"a\.txt has changed since .* \(same size, other time or tag"
         ):

@@ -60,7 +60,8 @@ class FakeHub(Served):
         if request.method == "GET" and "Range" not in request.headers and self.flaws:
             if self.flaws.pop(0) == "500":
                 return refusal(500, "OutOfOrder")
-            data = data[:-1] + b"?"  # one byte is another
+            # one byte differs, the size does not
+            data = data[:-1] + b"?"
         response = send_file(
             io.BytesIO(data), "application/octet-stream", conditional=True, etag=etag
         )

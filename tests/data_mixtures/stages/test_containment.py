@@ -68,7 +68,8 @@ def test_it_is_the_plain_rule_over_sources_units_and_groups(tmp_path, monkeypatc
     def piece() -> str:
         return draw.choice(pieces) if draw.random() < 0.6 else words(draw, 30)
 
-    passages = [f"{piece()} {piece()}" for _ in range(400)]  # of at most 64 runs: all of them count
+    # at most 64 runs of 13 words each, so none is left to sampling (MOST_GRAMS)
+    passages = [f"{piece()} {piece()}" for _ in range(400)]
     texts = {"a": [passages[:150], [], passages[150:220]], "b": [passages[220:]]}
     expected = plain_rule(texts, plan)
     assert 8 < len(expected) < sum(is_held_out(text, plan) for text in passages) - 8
@@ -83,7 +84,8 @@ def test_what_lies_inside_training_text_goes_and_nothing_of_training(tmp_path):
     inside, alone, long = (text_around(draw, True, count=n) for n in (60, 60, 1200))
     quoted = text_around(draw, False, f"{inside} {words(draw, 9)}", 5)
     parts = [text_around(draw, False, " ".join(long.split()[at : at + 400]), 5) for at in (0, 400)]
-    again = text_around(draw, True, alone, 5)  # held out itself: no training text
+    # this text is held out itself, so it does not count as training text
+    again = text_around(draw, True, alone, 5)
     texts = {"web": [[quoted, alone], [parts[0]]], "book": [[inside, long, again, parts[1]]]}
     assert find_contained(tmp_path, texts, plan) == [inside, long]
     counts = stage.receipt_of(tmp_path, "contained", documents.ALL)["counts"]

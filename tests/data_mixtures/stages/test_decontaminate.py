@@ -87,7 +87,8 @@ def test_files_of_every_format_make_one_index_that_is_kept(tmp_path):
             row |= {"choices": ["a", "b"], "inputs": arguments}
             file.write(json.dumps(row) + "\n")
         file.write('\n{"q": "too short to be looked for"}\n')
-    columns = [[question.format("wall").encode()], [["no", "yes"]], ["2"]]  # two of one name
+    # the first and the last column have one name
+    columns = [[question.format("wall").encode()], [["no", "yes"]], ["2"]]
     pq.write_table(pa.table(columns, names=["q", "c", "q"]), tmp_path / "b.parquet")
     names = {"first": str(tmp_path / "*.jsonl.gz"), "second": str(tmp_path / "b.parquet")}
     decontaminate.make_index(names, tmp_path)

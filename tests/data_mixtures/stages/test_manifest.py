@@ -91,7 +91,8 @@ def test_a_file_that_changed_is_published_again_while_its_unit_is_there(data):
     path.unlink()
     assert write(data) == {"notes": "built", "sums": "reused"}
     assert path.read_bytes() == expected
-    flip(path, 0)  # of the right size, but not the file that shuffle wrote
+    # the size is right, but not the time: it is not the file that shuffle wrote
+    flip(path, 0)
     assert write(data)["notes"] == "built"
     assert path.read_bytes() == expected
     for shard in (data / "shuffle/notes").glob("unit-*/shard-*"):
@@ -138,7 +139,8 @@ def test_a_phase_is_pinned_when_all_its_sources_are_there(data, capsys):
 
 def test_smaller_data_replaces_larger_when_asked(data):
     fewer = {**TWO_TEXTS, "notes": TWO_TEXTS["notes"][:80]}
-    for damaged in (False, True):  # not even where the manifest is lost
+    # the lock still protects the data where its manifest is lost
+    for damaged in (False, True):
         if damaged:
             (data / "notes/source.json").unlink()
         before = files_of(data / "notes")

@@ -28,7 +28,8 @@ def cluster(monkeypatch):
     ray = pytest.importorskip("ray")
     from ray.cluster_utils import Cluster
 
-    folder = tempfile.mkdtemp(prefix="ray")  # pytest's own is too long for a socket's name
+    # pytest's folder is too long for the name of a Unix socket
+    folder = tempfile.mkdtemp(prefix="ray")
     node = {"num_cpus": 1, "object_store_memory": 80 << 20, "include_dashboard": False}
     # given as temp_dir, Ray also writes to /tmp/ray, which not every machine has
     monkeypatch.setenv("RAY_TMPDIR", folder)
@@ -87,7 +88,8 @@ def test_a_lost_node_changes_no_byte(s3, cluster, recipe_path, tmp_path, monkeyp
     assert count_receipts(tmp_path / "many") > 50
     assert files_of(tmp_path / "many") == files_of(tmp_path / "one")
 
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # of this process's copy
+    # this process's copy of the bucket lies in tmp_path
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     recipe_path.write_text(
         recipe_path.read_text().replace("windows_per_shard = 40", "windows_per_shard = 400")
     )

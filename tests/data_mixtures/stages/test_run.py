@@ -68,7 +68,8 @@ def family_at_work(toy: Toy, process: subprocess.Popen, at_units: set[str]) -> l
 
     wait_for(lambda: at_units <= read_claims(), f"work at {at_units}")
     family = psutil.Process(process.pid).children(recursive=True)
-    assert len(family) >= 3  # the server that forks, two workers
+    # the fork server and two workers
+    assert len(family) >= 3
     return family
 
 
@@ -93,7 +94,8 @@ def test_results_are_the_same_and_nothing_is_done_twice(toy, tmp_path, capfd):
     (other.out / "toy/b/unit-00004/receipt.json").write_text("{")
     assert "2 units done, 4 as before" in run(other, Options(workers=3))
     assert results(toy) == results(other)
-    assert capfd.readouterr().err == ""  # what workers print is in a file
+    # what workers print goes to workers.log, not to the terminal
+    assert capfd.readouterr().err == ""
 
 
 KILLED = r"worker at b/unit-00004 was killed \(exit status -9.*run the same command again"
@@ -142,7 +144,8 @@ def test_one_preparation_of_a_folder_at_a_time(toy, monkeypatch):
     def flock(*arguments):
         raise OSError(errno.ENOSYS, "Function not implemented")
 
-    monkeypatch.setattr(fcntl, "flock", flock)  # a file system without locks is not another process
+    # a file system without locks must not be taken for another process
+    monkeypatch.setattr(fcntl, "flock", flock)
     without = r"\.lock cannot be locked \(.*not implemented\); mount its file system with"
     with pytest.raises(ValueError, match=without):
         run(toy, Options())

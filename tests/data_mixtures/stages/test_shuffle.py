@@ -35,7 +35,8 @@ def set_sizes(patch: pytest.MonkeyPatch, documents=13, read=200, copied=100, blo
     patch.setattr(sorted_runs, "DOCUMENTS_PER_RANGE", documents)
     for name, size in (("READ_BYTES", read), ("COPY_BYTES", copied), ("BLOCK_BYTES", block)):
         patch.setattr(blocks, name, size)
-    patch.setattr(os, "fsync", lambda file: None)  # hundreds of tiny files
+    # hundreds of tiny files: fsync would take most of the time
+    patch.setattr(os, "fsync", lambda file: None)
 
 
 @pytest.fixture
@@ -123,7 +124,8 @@ def test_a_flipped_bit_before_a_shard_stops_it_and_mends_itself(
             run_all(stages[first:])
         assert "\n" not in str(error.value)
         assert str(folder) in str(error.value)
-        assert not (folder / stage.RECEIPT).is_file()  # so it is made again
+        # without its receipt the unit is made again
+        assert not (folder / stage.RECEIPT).is_file()
         assert not list((out / "shuffle/notes").glob(".*"))
         write_tokenized(out, "notes", parts)
         run_all(stages)

@@ -35,7 +35,8 @@ def test_the_script_prepares_on_all_nodes_of_a_job(recipe_path, tmp_path):
 
         def has_ended() -> bool:
             for node in {"n1", "n2"} - nodes:
-                with suppress(psutil.NoSuchProcess):  # one that ends while it is asked
+                # a process may end while it is asked for its name
+                with suppress(psutil.NoSuchProcess):
                     if any(each.name().startswith("ray::") for each in cluster.processes(node)):
                         nodes.add(node)
             return cluster.job(job)["JobState"] not in ("PENDING", "RUNNING", "COMPLETING")

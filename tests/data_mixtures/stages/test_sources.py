@@ -100,7 +100,8 @@ def test_a_plan_is_kept_and_extended(tmp_path, mirror):
     before = stage.find_plan(out, "exact")
     (mirror / REPO / "4plus/part_000001.parquet").unlink()
     make_plan(recipe(tmp_path, {"name": "exact"}, LONGER), out, mirror)
-    assert stage.find_plan(out, "exact") == before  # a revision does not change
+    # files of a pinned revision do not change, so the plan is kept
+    assert stage.find_plan(out, "exact") == before
     assert len(stage.find_plan(out, "longer")["units"]) == 1
     make_plan(recipe(tmp_path, {"name": "exact", "revision": "0123456"}), out, mirror)
     assert len(stage.find_plan(out, "exact")["units"]) == 2
@@ -200,8 +201,10 @@ def test_budget_and_disk_are_checked_before_anything_is_read(tmp_path, mirror, m
     work.check_room(size - 1)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=7))
     (out / "fetch/exact/unit-00000/receipt.json").unlink()
-    work.check_room(None)  # links need no room
-    monkeypatch.setattr(hub, "is_local", lambda system: False)  # a mirror on another machine
+    # links to a local mirror need no room
+    work.check_room(None)
+    # as if the mirror were on another machine: its files are copied
+    monkeypatch.setattr(hub, "is_local", lambda system: False)
     few = r"bytes are to be fetched, but .* has 7 bytes of free disk"
     with pytest.raises(ValueError, match=few):
         work.check_room(None)

@@ -37,7 +37,8 @@ def run_tokenize(out, texts) -> Tokenize:
 
 
 def test_documents_in_shuffled_order_with_their_tokens(tmp_path, monkeypatch):
-    monkeypatch.setattr(blocks, "COPY_BYTES", 2000)  # several copies a unit
+    # makes each unit's output span several copies
+    monkeypatch.setattr(blocks, "COPY_BYTES", 2000)
     texts = notes(300)
     texts[17] = texts[3]
     work = run_tokenize(tmp_path / "out", {"a": [texts, []], "b": [notes(20, 4)]})

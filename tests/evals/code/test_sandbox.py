@@ -192,7 +192,8 @@ def test_a_solution_dies_with_its_judge(open_folder, user, loop):
         todo += [child for child, parent in parent_of.items() if parent == pid]
     assert len(below) == (1 if loop == "unsafe" else 3)
     assert below <= parent_of.keys()
-    process.kill()  # SIGKILL, to which nothing can react
+    # nothing can react to SIGKILL, so the kernel must end the solution
+    process.kill()
     process.wait()
     deadline = time.monotonic() + 60
     while below & parents().keys() and time.monotonic() < deadline:

@@ -97,8 +97,10 @@ def test_a_check_that_breaks_is_no_verdict():
 def test_hostile_solutions_fail_and_harm_nobody(tmp_path, monkeypatch):
     # one evaluation with right solutions, which must still be found right
     monkeypatch.setenv("OPENAI_API_KEY", "k")
-    judge = judge_of(tmp_path, min_time_limit_s=1.0)  # as long as the endless ones run
-    assert judge.control()["passed"] == 3  # also makes the expected outputs
+    # endless solutions run for this long
+    judge = judge_of(tmp_path, min_time_limit_s=1.0)
+    # this also makes the expected outputs
+    assert judge.control()["passed"] == 3
     victim = tmp_path / "victim"
     new = tmp_path / "new"
     victim.write_text("whole")

@@ -83,7 +83,8 @@ def test_answers_of_each_type_against_plain_sums(tmp_path, write):
 
 
 def test_choices_have_the_lowest_mean_and_texts_every_token():
-    logprobs = {5: -1.0, 6: -2.0, 7: -1.6}  # of each id; 5 is greedy
+    # log-probability of each id; 5 is the greedy one
+    logprobs = {5: -1.0, 6: -2.0, 7: -1.6}
     scorer = SimpleNamespace(text_after=lambda before, new: "ab" * len(new))
     for answers, gold, right, why in (
         ([[5, 6], [7, 7]], 0, True, "means of -1.5 and -1.6"),

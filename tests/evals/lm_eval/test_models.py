@@ -109,7 +109,8 @@ def test_bos_is_a_choice_and_in_a_conversation_the_templates(model, hf_dir, tmp_
         monkeypatch.setattr(model, "tokenizer", encoder)
         for text in ("x", "<s>x"):
             assert model.tok_encode(text) == [bos, *plain_ids]
-    monkeypatch.setattr(model, "add_bos", True)  # and as it was afterwards
+    # monkeypatch restores it: `apply_chat_template` sets it to False
+    monkeypatch.setattr(model, "add_bos", True)
     served = prompt_encoder(hf_dir)
     for texts in CHATS:
         roles = itertools.cycle(("user", "assistant"))
