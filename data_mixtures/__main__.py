@@ -61,7 +61,7 @@ def open_run(arguments: Arguments, sources: str) -> AbstractContextManager[pipel
 
 
 def check_on_disk(arguments: Arguments, command: str) -> None:
-    """Raise ValueError for a command that reads all data when they are behind a URL."""
+    """Raise ValueError for a command that reads all data while they are behind a URL."""
     if url := store.url_of(arguments.out):
         copy = f"copy the <source> folders, tokenizer.* and *.lock.json of {url} to a folder"
         raise ValueError(

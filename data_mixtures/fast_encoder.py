@@ -52,7 +52,6 @@ PROBES = (
 
 
 def of_json(path: Path) -> Encode | None:
-    """Return the encoder of a tokenizer.json."""
     spec = json.loads(path.read_text(encoding="utf-8"))
     # gigatoken finds every added token in a text, and has no option against it: "<s>" in a document
     # would become the control id. So it gets the tokenizer without its special tokens
@@ -63,8 +62,6 @@ def of_json(path: Path) -> Encode | None:
 
 
 def of_sentencepiece(model: bytes) -> Encode | None:
-    """Return the encoder of a sentencepiece model."""
-
     def convert() -> dict[str, Any]:
         from gigatoken._load.sentencepiece import sentencepiece_to_tokenizer_json
 

@@ -257,17 +257,16 @@ class Recipe:
         check_known("packing", [self.packing], PACKINGS)
 
     def source(self, name: str) -> Source:
-        """A source by name; with the defaults for a name that the recipe lacks."""
+        """Find a source by name; one with all defaults if the recipe lacks it."""
         return next((entry for entry in self.sources if entry.name == name), Source(name))
 
     def valid_per_10000_of(self, source: str) -> int:
-        """valid_per_10000 of a source by name."""
         override = self.source(source).valid_per_10000
         return self.valid_per_10000 if override is None else override
 
 
 def check_known(what: str, names: Iterable[str], choices: Iterable[str]) -> None:
-    """Refuse names that are not known, with the nearest one."""
+    """Raise ValueError for a name that is no choice, with the nearest one."""
     choices = list(choices)
     for name in names:
         if name not in choices:

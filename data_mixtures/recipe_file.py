@@ -32,7 +32,7 @@ Table = dict[str, Any]
 
 
 def load(path: Path) -> Recipe:
-    """Read and check a recipe. ValueError (prefixed with the file) for anything that is wrong in it."""
+    """Read and check a recipe; ValueError begins with the file."""
     try:
         return _recipe(_tables(path), path.parent)
     except ValueError as error:
@@ -46,7 +46,7 @@ def _toml(path: Path) -> Table:
 
 
 def _tables(path: Path) -> Table:
-    """A recipe's tables. One with `base` has those of that recipe, changed where it says something else."""
+    """Read a recipe's tables, laid over those of its `base`."""
     table = _toml(path)
     if "base" not in table:
         return table
@@ -57,7 +57,7 @@ def _tables(path: Path) -> Table:
 
 
 def _list_sources(table: Table, used: set[str]) -> Table:
-    """Sources of a shared list that a phase uses, each with what its [repos."owner/name"] says."""
+    """Return the sources of a shared list that a phase uses, with what [repos."owner/name"] says of them."""
     sources = dict(table.get("sources", {}))
     for repo, shared in table.get("repos", {}).items():
         members = shared.pop("sources")
@@ -93,7 +93,7 @@ def _recipe(table: Table, folder: Path) -> Recipe:
 
 
 def _build(cls: Callable[..., T], what: str, table: Any, **fields: Any) -> T:
-    """A dataclass from a table with keys as its fields are named, and fields that are not in the table."""
+    """Make a dataclass from a table, and from fields that are no keys of it."""
     if not isinstance(table, dict):
         raise ValueError(f"{what}: {table!r} must be a table of keys")
     check_known(f"{what} key", table, [key for key in _keys(cls) if key not in fields])
@@ -108,7 +108,7 @@ def _keys(cls: Any) -> list[str]:
 
 
 def _explain(error: ValidationError) -> str:
-    """The first of what is wrong, with the key and its value."""
+    """Describe the first error by its key and value."""
     first = error.errors()[0]
     path = first["loc"]
     message = first["msg"].removeprefix("Value error, ")

@@ -51,7 +51,7 @@ def find_held_out_limit(valid_per_10000: int) -> int:
 
 
 def token_dtype(entry: Json) -> np.dtype:
-    """Return the dtype of an entry's tokens, <u2 or <u4; ValueError if neither fits."""
+    """Return the dtype of an entry's tokens; ValueError unless it is <u2 or <u4."""
     # an empty file has no width
     width, rest = divmod(entry["bytes"] or 2, entry["tokens"] or 1)
     if rest or width not in (2, 4):

@@ -42,7 +42,7 @@ BYTE_PIECE = re.compile(r"<0x[0-9A-F]{2}>")
 def sum_windows(
     scorer: Scorer, windows: Iterable[np.ndarray], token_bytes: np.ndarray
 ) -> Iterator[tuple[float, float, int, int]]:
-    """Sum up each window (S+1,): nats of all tokens, and of those that stand for bytes, tokens, bytes."""
+    """Yield (nats of all tokens, nats of those that stand for bytes, tokens, bytes) of each window (S+1,)."""
     scored = score_each(scorer, windows, lambda window: [Prompt(window.tolist(), 1)])
     for index, (window, (scores,)) in enumerate(scored):
         targets = window[1:].astype(np.int64)
@@ -80,7 +80,6 @@ def bits_per_byte(
 
 
 def figures_of(sums: list[tuple[float, float, int, int]]) -> JsonObject:
-    """Compute bits_per_byte, loss, tokens and bytes of windows from their sums."""
     nats, nats_of_bytes, tokens, byte_count = (
         math.fsum(column) for column in zip(*sums, strict=True)
     )
@@ -161,7 +160,6 @@ def count_token_bytes(path: Path) -> np.ndarray:
 
 
 def show(figures: JsonObject) -> None:
-    """Print the figures as a table on stderr."""
     columns = ("source", "category", "bits/byte", "loss", "tokens", "bytes")
     rows = []
     for name, source in figures["sources"].items():

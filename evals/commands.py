@@ -62,7 +62,7 @@ def read_command(command: str) -> tuple[str, EvalCommand, list[str]]:
 
 
 def choice(name: str, names: Sequence[str], most: int = 99) -> str:
-    """Write the end of an error message: what may stand in place of a name."""
+    """Write the end of an error message: the names to choose from, the nearest among them."""
     near = difflib.get_close_matches(name, names, n=1)
     all_of_them = (
         f"choose from {', '.join(names)}" if len(names) <= most else f"but {len(names):,} others"

@@ -65,7 +65,6 @@ def compare(a: Path, b: Path) -> JsonObject:
 
 
 def compare_task(pairs: list[Pair]) -> JsonObject:
-    """Compare the shares of right answers and the gold bits of one task."""
     groups: dict[str, list[tuple[float, float]]] = {}
     for line_a, line_b in pairs:
         rights = (float(line_a["right"]), float(line_b["right"]))
@@ -114,7 +113,6 @@ def format_difference(row: JsonObject, value: str, error: str) -> str:
 
 
 def format_row(name: str, row: JsonObject, change: str, error: str) -> list[str]:
-    """Format the columns of a task, of a category, or of all."""
     n, only_a, only_b = (str(row.get(key, "")) for key in ("n", "only_a", "only_b"))
     shares = [f"{row[side]:.4f}" if isinstance(row.get(side), float) else "" for side in "ab"]
     bits = format_difference(row, "bits_difference", "bits_standard_error")
@@ -122,7 +120,6 @@ def format_row(name: str, row: JsonObject, change: str, error: str) -> list[str]
 
 
 def show(comparison: JsonObject) -> None:
-    """Print the differences as a table on stderr."""
     names = f"{Path(comparison['b']).name} minus {Path(comparison['a']).name}"
     whole = "CORE v2" if comparison["kind"] == "core" else "mean"
     rows = []

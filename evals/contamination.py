@@ -17,7 +17,7 @@ from records.files import JsonObject
 
 
 def contamination(data: Path) -> JsonObject:
-    """Count by benchmark the items, an upper bound of those found, and the documents dropped."""
+    """Count by benchmark the items, those found (an upper bound), and the documents dropped."""
     manifests = read_manifests(data)
     by_source = {name: manifest.get("contamination", {}) for name, manifest in manifests.items()}
     indexed = {benchmark.name: benchmark for benchmark in read_benchmarks(data)}
@@ -48,7 +48,6 @@ def contamination(data: Path) -> JsonObject:
 
 
 def show(figures: JsonObject) -> None:
-    """Print the figures as a table on stderr."""
     title = (
         "Evaluation items found in the training text; documents that contained them were dropped"
     )

@@ -8,7 +8,7 @@ Z95 = 1.959963984540054  # 95 % of a normal distribution lie within so many stan
 
 
 def wilson(right: float, total: int) -> tuple[float, float]:
-    """Return (center, half width) of Wilson's interval of 95 % of a share."""
+    """Return (center, half width) of Wilson's interval of 95 % of right / total."""
     share = right / total
     spread = Z95**2 / total
     # unlike a binomial error it is never 0

@@ -92,7 +92,6 @@ def read_prompts(path: Path) -> list[JsonObject]:
 
 
 def format_prompt(prompt: JsonObject) -> str:
-    """A prompt as it is shown to people."""
     return (
         "\n".join(f"{m['role']}: {m['content']}" for m in prompt.get("messages") or ())
         or prompt["text"]

@@ -15,7 +15,7 @@ console.width = max(console.width, 80)  # what is narrower wraps lines, and lose
 def show_table(
     title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], texts: int = 1
 ) -> None:
-    """Print a table. The first `texts` columns are text, aligned left; the others numbers, aligned right."""
+    """Print a table: the first `texts` columns aligned left, numbers aligned right."""
     table = Table(title=title, box=SIMPLE, padding=(0, 0))
     for place, name in enumerate(columns):
         table.add_column(name, justify="left" if place < texts else "right", no_wrap=True)

@@ -154,7 +154,7 @@ class Trackers:
                 self.say(f"{name} got no evaluations: {problem}; a later start sends them")
 
     def read_counts(self) -> dict[str, int]:
-        """{tracker: number of records that it has}."""
+        """Return {tracker: number of records that it has}."""
         with contextlib.suppress(OSError, ValueError):
             return dict(read_json(self.run / SENT, {}))
         return {}

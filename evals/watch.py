@@ -73,7 +73,7 @@ class Watcher:
         self.waiting: set[int] = set()
 
     def watch(self, once: bool, every_s: float) -> int:
-        """Evaluate until the run is done, or with `once` what is there; returns the exit status."""
+        """Evaluate until the run is done, or with `once` what is there; return the exit status."""
         self.once = once
         while True:
             # before looking for work, so that the last checkpoint is not missed
@@ -129,7 +129,7 @@ class Watcher:
         return None
 
     def is_due(self, task: tuple[int, float, str]) -> bool:
-        """Whether a command without a record is to be run now."""
+        """Tell whether to run a command without a record now."""
         failures = self.failed.get(task)
         if not failures:
             return True
@@ -138,11 +138,11 @@ class Watcher:
         return time.monotonic() >= failures[-1] + RETRY_AFTER_S[len(failures) - 1]
 
     def work_folder(self, step: int, command: str) -> Path:
-        """Where a command writes its records, and what it has finished until then."""
+        """Return where a command writes its records, and what it has finished until then."""
         return self.run / SCRATCH / f"step-{step}-{self.job.evals.commands.index(command)}"
 
     def read_times(self) -> dict[tuple[int, str], float]:
-        """Return when the checkpoint of the newest record of (step, command) was saved, in seconds since the epoch."""
+        """Return when the newest evaluated checkpoint of (step, command) was saved, in seconds since the epoch."""
         times: dict[tuple[int, str], float] = {}
         for record in read_lines(self.records):
             if "command" in record and record.get("step") is not None:
@@ -195,7 +195,7 @@ class Watcher:
         self.say(f"step {work.step} took {time.monotonic() - begun:.1f} s")
 
     def progress(self, step: int) -> tuple[int | None, str | None]:
-        """(tokens_total, phase) at a step, from the nearest logged step; None before the first one."""
+        """Return (tokens_total, phase) at a step, from the nearest logged step; None before the first one."""
         rows = [
             row
             for row in read_lines(self.run / "metrics.jsonl")
@@ -259,7 +259,7 @@ def open_scratch(run: Path) -> Iterator[Path]:
 
 
 def move_items(written: Path, items: Path) -> None:
-    """Move the files and folders of items that records name, before the records are appended."""
+    """Move the files and folders that records name, before the records are appended."""
     for path in written.glob("*"):
         items.mkdir(exist_ok=True)
         # a checkpoint that is evaluated again replaces its results
@@ -269,7 +269,7 @@ def move_items(written: Path, items: Path) -> None:
 
 
 def lock_evaluations(run: Path) -> TextIO:
-    """The lock of a run's evaluations. Raises ValueError if another watcher holds it."""
+    """Lock a run's evaluations; ValueError if another watcher holds it."""
     return hold_lock(run / f"{SCRATCH}.lock", f"another watcher evaluates {run}; stop it first")
 
 

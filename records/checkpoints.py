@@ -33,13 +33,12 @@ logger = logging.getLogger()
 
 
 def step_folders(folder: Path) -> dict[int, Path]:
-    """{N: path} of every `step-N` in the checkpoint folder, complete or not, newest first."""
+    """Return {N: path} of every `step-N`, complete or not, newest first."""
     paths = [path for path in folder.glob("step-*") if STEP_FOLDER.match(path.name)]
     return {step_of(path): path for path in sorted(paths, key=step_of, reverse=True)}
 
 
 def step_of(checkpoint: Path) -> int:
-    """The step in the name of a checkpoint folder."""
     return int(checkpoint.name.removeprefix("step-"))
 
 
@@ -59,7 +58,7 @@ def _is_in_run(checkpoint: Path) -> bool:
 
 
 def run_folder(checkpoint: Path) -> Path:
-    """The run folder of a checkpoint, whether or not there is one."""
+    """Return a checkpoint's run folder, which need not exist."""
     return locate_checkpoint(checkpoint).parent.parent
 
 
@@ -75,7 +74,7 @@ def check_is_checkpoint(folder: Path) -> None:
 
 
 def newest_saved_step(folder: Path) -> int:
-    """The newest step whose save has finished (`.metadata` is written last); -1 if there is none."""
+    """Return the newest step whose save has finished (`.metadata` is written last), or -1."""
     return next(
         (step for step, path in step_folders(folder).items() if (path / ".metadata").is_file()), -1
     )
@@ -149,7 +148,7 @@ def check_complete(folder: Path) -> None:
 
 
 def read_checksums(folder: Path) -> dict[str, str]:
-    """{file name: SHA-256} of a checkpoint; {} for one from before checksums were written. Raises ValueError."""
+    """Return {file name: SHA-256}; {} if none were written. ValueError if they are damaged."""
     sums = read_json(folder / CHECKSUMS, {})
     if not isinstance(sums, dict):
         raise ValueError(f"{folder / CHECKSUMS} is damaged")
@@ -177,7 +176,7 @@ def check_contents(folder: Path, part: int = 0, parts: int = 1) -> None:
 
 
 def write_checksums(folder: Path) -> None:
-    """Checksums of a complete checkpoint as it lies there, for one that `train` has not saved."""
+    """Write the checksums of a complete checkpoint that `train` has not saved."""
     sums = {
         path.name: file_sha256(path) for path in (*folder.glob("*.distcp"), folder / ".metadata")
     }
@@ -185,7 +184,7 @@ def write_checksums(folder: Path) -> None:
 
 
 def read_architecture(checkpoint: Path) -> JsonObject | None:
-    """The model's config, from the checkpoint itself or from its run folder; None if neither says."""
+    """Read the model's config from the checkpoint, else from its run folder; None if neither has it."""
     config = read_json(checkpoint / ARCHITECTURE)
     return config or read_json(run_folder(checkpoint) / ARCHITECTURE)
 

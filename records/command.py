@@ -46,7 +46,7 @@ def check_ranges(annotated: Any, values: Mapping[str, Any]) -> None:
 
 
 def refuse_unknown_options(words: Sequence[str]) -> None:
-    """ValueError for an option that is no key of a section, among those that a command hands to the trainer."""
+    """Raise ValueError for an option without a section, among those for the trainer."""
     for word in words:
         if word.startswith("--") and "." not in word.partition("=")[0]:
             raise ValueError(

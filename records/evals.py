@@ -31,7 +31,7 @@ OLD_FIELDS = {"max_per_task": "limit"}
 
 
 def optional(metavar: str, default: str) -> Any:
-    """How --help shows an option that may be left out: its placeholder, and what holds without it."""
+    """Show in --help what an option that is left out means."""
     return tyro.conf.arg(metavar=metavar, help_behavior_hint=f"(default: {default})")
 
 
@@ -42,7 +42,7 @@ FRAME = re.compile(r"[╭╮╰╯│─]+|-{9,}")  # around tyro's messages
 
 
 def check_range(low: float, high: float = math.inf, **values: float | None) -> None:
-    """Raise ValueError for a number of the command line that is not within [low, high]; None: not given."""
+    """Raise ValueError for a number outside of [low, high]; None: not given."""
     for name, value in values.items():
         if value is not None and not low <= value <= high:
             bounds = f"at least {low:g}" if high == math.inf else f"between {low:g} and {high:g}"
@@ -102,7 +102,7 @@ class About:
         return record
 
     def flags(self) -> list[str]:
-        """These options as command-line arguments."""
+        """Return these options as command-line arguments."""
         words = []
         for name, value in vars(self).items():
             words += [flag(name), str(value)] if value is not None else []
@@ -110,7 +110,7 @@ class About:
 
 
 def check_writable(out: Path) -> None:
-    """Raise ValueError unless records can be appended to a file, before anything is computed for them."""
+    """Raise ValueError unless a file can be appended to, before anything is computed for it."""
     place = next(path for path in (out, *out.absolute().parents) if path.exists())
     if place.is_dir() == (place == out) or not os.access(place, os.W_OK):
         what = "is a folder" if place == out and out.is_dir() else f"cannot be written ({place})"
@@ -151,7 +151,7 @@ class EvalCommand:
     ready: Callable[[Sequence[str]], object] = lambda options: None
 
     def run(self) -> None:
-        """The module's command line: prints the record as one JSON line, and an error of its input or files as one."""
+        """Run the command line: print the record as one JSON line, an error as one sentence."""
         code_at_start()
         run_command(self.kind, self._print_record)
 
@@ -197,17 +197,16 @@ class EvalCommand:
 
 
 def with_current_names(record: JsonObject) -> JsonObject:
-    """A record of any age with the field names of today."""
+    """Rename the fields of an older record to those of today."""
     return {OLD_FIELDS.get(name, name): value for name, value in record.items()}
 
 
 def flags_in(words: Sequence[str]) -> list[str]:
-    """The flags among the words of a command line, as --help names them."""
+    """List the flags of a command line, as --help names them."""
     return [word.partition("=")[0].replace("_", "-") for word in words if word.startswith("--")]
 
 
 def flag(name: str) -> str:
-    """The command-line flag of a parameter."""
     return f"--{name.replace('_', '-')}"
 
 

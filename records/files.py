@@ -207,7 +207,6 @@ def hold_lock(path: Path, problem: str, wait_s: float = 0.0) -> TextIO:
 
 
 def file_sha256(path: Path) -> str:
-    """SHA-256 of a file's bytes, in hexadecimal."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -221,7 +220,7 @@ def model_sha256(folder: Path) -> str:
 
 
 def host_name() -> str:
-    """Slurm's name for this node, outside Slurm the host name."""
+    """Return Slurm's name for this node, outside Slurm the host name."""
     return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 

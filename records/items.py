@@ -84,7 +84,7 @@ def bits_change(pairs: Sequence[Pair]) -> JsonObject:
 
 
 def mean_of_bits(tasks: Iterable[JsonObject]) -> JsonObject:
-    """The mean of `bits_change` over the tasks that have one."""
+    """Average `bits_change` over the tasks that have one."""
     rows = [task for task in tasks if "bits_difference" in task]
     if not rows:
         return {}
@@ -95,6 +95,6 @@ def mean_of_bits(tasks: Iterable[JsonObject]) -> JsonObject:
 
 
 def error_of_mean(errors: Iterable[float]) -> float:
-    """The standard error of the mean of independent values with these."""
+    """Return the standard error of the mean of independent values with these errors."""
     listed = list(errors)
     return math.hypot(*listed) / len(listed)

@@ -63,7 +63,7 @@ class Record(dict[str, Any]):
 
 
 def as_record(line: dict[str, Any]) -> Record:
-    """JSON values whose objects are Records."""
+    """Turn the objects of a JSON value into Records."""
     return json.loads(json.dumps(line), object_hook=Record)
 
 
@@ -99,7 +99,7 @@ class Run:
 
     @property
     def rows(self) -> list[Row]:
-        """Those that count."""
+        """The rows that count."""
         segments = [segment for segment in self.segments if segment.kept]
         return [row for segment in segments for row in segment.rows]
 
@@ -111,7 +111,6 @@ class Run:
 
 
 def number(value: Any) -> float | None:
-    """Return the value as a finite float, else None."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     # not math.isfinite: an integer of 400 digits has no float
     return float(value) if is_number and abs(value) <= sys.float_info.max else None
@@ -179,7 +178,7 @@ def _key(row: JsonObject) -> tuple[Any, ...]:
 
 
 def places_of(folder: Path) -> list[Path]:
-    """The folder and its phases, in the order of training."""
+    """Return the folder and its phases, in the order of training."""
     phases = [*sorted(folder.glob("phase*")), folder / "sft"]
     return [folder, *(place for place in phases if place.is_dir())]
 

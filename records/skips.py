@@ -49,18 +49,18 @@ class SkipList:
         return int(self.numbers(positions - 1, 1)[0]) + 1 if positions else 0
 
     def until(self, number: int) -> list[tuple[int, int]]:
-        """The windows cut at a sequence number."""
+        """Cut the windows at a sequence number."""
         return [(first, min(last, number)) for first, last in self.windows if first < number]
 
 
 def windows_of(numbers: np.ndarray) -> list[list[int]]:
-    """Increasing numbers as the fewest windows [first, last)."""
+    """Cover increasing numbers with the fewest windows [first, last)."""
     breaks = np.flatnonzero(np.diff(numbers) != 1) + 1
     return [[int(run[0]), int(run[-1]) + 1] for run in np.split(numbers, breaks) if len(run)]
 
 
 def read_skip_list(run: Path, from_job_file: Iterable[Sequence[int]]) -> SkipList:
-    """The windows of the job file and of RUN/skip_sequences.json together."""
+    """Join the windows of the job file and of RUN/skip_sequences.json."""
     return SkipList([*from_job_file, *(entry["window"] for entry in _entries(run))])
 
 

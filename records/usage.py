@@ -66,7 +66,6 @@ def devices_of(row: JsonObject) -> int | None:
 
 
 def gpu_hours(spans: Sequence[Span]) -> float:
-    """Sum the GPU-hours of these spans."""
     total = 0.0
     gpus = next((span.gpus for span in reversed(spans) if span.gpus), 0)
     for span in reversed(spans):
@@ -77,7 +76,7 @@ def gpu_hours(spans: Sequence[Span]) -> float:
 
 
 def seconds_left(rates: Sequence[float], tokens: float, gpus: int | None) -> float | None:
-    """Return the seconds for `tokens` at the last rates, tokens per second of a device."""
+    """Return the seconds that `tokens` take at the last rates, in tokens per second of a device."""
     # a restart, a validation or a slow node does not move the median
     rate = statistics.median(rates[-RECENT:]) * gpus if rates and gpus else 0.0
     return tokens / rate if rate > 0 else None
@@ -90,14 +89,14 @@ def cost(hours: float | None, metrics: JsonObject) -> float | None:
 
 
 def money(hours: float | None, metrics: JsonObject) -> str | None:
-    """`cost` as text, such as "12,345 EUR"."""
+    """Format `cost`, such as "12,345 EUR"."""
     value = cost(hours, metrics)
     digits = 0 if value is None or value >= 100 else 2
     return None if value is None else f"{value:,.{digits}f} {metrics.get('currency') or ''}".strip()
 
 
 def duration(seconds: float) -> str:
-    """Two units: "3 d 4 h", "5 h 12 min", "48 s"."""
+    """Format seconds in two units: "3 d 4 h", "5 h 12 min", "48 s"."""
     for unit_s, unit, below_s, below in (
         (86400, "d", 3600, "h"),
         (3600, "h", 60, "min"),

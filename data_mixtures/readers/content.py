@@ -187,7 +187,7 @@ class _Bucket:
         return self.unanswered > 2 * CONNECTIONS
 
     def content(self, sha1: bytes) -> bytes | str:
-        """Return the content, or why it is missing."""
+        """Return a content, or the reason why it is missing."""
         url = self.pattern.format(sha1=sha1.hex())
         answer: bytes | str = "not_asked"
         for attempt in range(0 if self.is_silent() else ATTEMPTS):

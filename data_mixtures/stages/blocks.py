@@ -60,7 +60,6 @@ class CheckedFile:
         return f"{stage.unit_folder(*self.place) / self.name}"
 
     def read(self, begin: int, end: int) -> memoryview:
-        """Return bytes begin <= i < end."""
         first = begin // BLOCK_BYTES
         last = -(-end // BLOCK_BYTES)
         data = memoryview(bytearray((last - first) * BLOCK_BYTES))

@@ -160,7 +160,6 @@ def _find_files(name: str, pattern: str) -> list[Path]:
 
 
 def _read_items(path: Path) -> Iterator[list[str]]:
-    """Read the passages of every item."""
     if path.suffix.lower() != ".parquet":
         for _, item in json_objects(path):
             yield list(strings(item))

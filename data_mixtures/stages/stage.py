@@ -140,7 +140,6 @@ def find_plan(out: Path, source: str) -> Json:
 
 
 def list_units(out: Path, source: str) -> list[Unit]:
-    """Return the units of a source in order."""
     return [Unit(source, entry["number"]) for entry in find_plan(out, source)["units"]]
 
 

@@ -77,7 +77,7 @@ Scored = dict[str, list[tuple[bool, bool]]]
 
 
 def solutions(answers: list[JsonObject], chat: bool, dataset: Dataset) -> list[JsonObject]:
-    """A row per answer: the code selected from it, and by which rule."""
+    """Return a row per answer: the code selected from it, and by which rule."""
     rows = []
     for row in answers:
         problem = dataset.by_task[row["task_id"]]
@@ -177,7 +177,7 @@ def main(
 def score_answers(
     judge: Judge, answers: list[JsonObject], chat: bool, n: int
 ) -> tuple[JsonObject, list[JsonObject]]:
-    """Test what is selected from the answers; returns figures and the lines of the file of items."""
+    """Test the code in the answers; return figures and the lines of the file of items."""
     data = judge.dataset
     rows = solutions(answers, chat, judge.dataset)
     scored = judge.evaluate(rows, "samples")
@@ -202,7 +202,7 @@ def score_references(judge: Judge) -> JsonObject:
 
 
 def make_item_lines(dataset: Dataset, scored: Scored) -> list[JsonObject]:
-    """Make the lines of the file of items: the share of samples that pass, of base tests and of both."""
+    """Return a line per problem: the share of samples that pass the base tests, then both."""
     lines = []
     for tests, task in enumerate((dataset.name, f"{dataset.name}+")):
         for number, problem in enumerate(dataset.problems):
@@ -214,7 +214,7 @@ def make_item_lines(dataset: Dataset, scored: Scored) -> list[JsonObject]:
 
 
 def check_options(options: Sequence[str]) -> None:
-    """Raise ValueError if checkpoints cannot be evaluated so: one folder for all of them."""
+    """Raise ValueError for options that put all checkpoints into one folder."""
     results = option_value("--results", options)
     if results and "{step}" not in results:
         raise ValueError(
@@ -223,7 +223,7 @@ def check_options(options: Sequence[str]) -> None:
 
 
 def check_here(options: Sequence[str]) -> None:
-    """Raise ValueError if this machine cannot test solutions: no sandbox."""
+    """Raise ValueError if this machine has no sandbox."""
     find_sandbox("--unsafe-no-sandbox" in options)
 
 

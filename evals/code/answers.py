@@ -28,7 +28,7 @@ STOPS_OF = {"humaneval": ("\ndef ", "\nclass ", "\nimport ", "\nfrom "), "mbpp":
 
 @dataclass(frozen=True)
 class Sampling:
-    """How answers are sampled: temperature 0 is greedy with one answer per problem, otherwise `n` answers."""
+    """How answers are sampled: one greedy answer per problem, or `n` at a temperature."""
 
     n: int = 1
     """answers per problem"""
@@ -51,7 +51,7 @@ class Sampling:
             )
 
     def seed_of(self, task_id: str, sample: int) -> int:
-        """Return a distinct 31-bit seed for every answer, whatever their order."""
+        """Return a distinct 31-bit seed for every answer, in any order."""
         digest = hashlib.sha256(f"{self.seed}:{task_id}:{sample}".encode()).digest()
         return int.from_bytes(digest[:4], "big") >> 1
 

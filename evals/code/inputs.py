@@ -12,7 +12,7 @@ Arguments = list[Any]
 
 
 def make_tuples(value: Any, depth: int) -> Any:
-    """`value`, whose lists at `depth` below it are tuples."""
+    """Turn the lists at `depth` below a value into tuples."""
     if depth == 0:
         return tuple(value)
     return [make_tuples(item, depth - 1) for item in value]
@@ -50,7 +50,7 @@ CHANGE_OF = {task: change for tasks, change in CHANGES.items() for task in tasks
 
 
 def convert_arguments(task_id: str, inputs: list[Arguments]) -> list[Any]:
-    """For each test of a problem, the arguments of its function. task_id: "Mbpp/2", "HumanEval/0"."""
+    """Return the arguments of each test. task_id: "Mbpp/2", "HumanEval/0"."""
     prefix, _, number = task_id.partition("/")
     change = CHANGE_OF.get(int(number)) if prefix == "Mbpp" else None
     return inputs if change is None else [change(arguments) for arguments in inputs]

@@ -42,7 +42,6 @@ class Tests(NamedTuple):
 
 
 def reference(problem: Problem) -> str:
-    """The complete reference solution of a problem."""
     return problem["prompt"] + problem["canonical_solution"]
 
 
@@ -51,13 +50,12 @@ def convert_inputs(problem: Problem, which: str) -> list[Any]:
 
 
 def locate_expected(request: Request, problem: Problem, which: str) -> Path:
-    """Return the file of expected outputs."""
     # a line of JSON an output, up to 0.6 GB each, then one with the seconds that each took
     return Path(request["expected"]) / f"{problem['task_id'].replace('/', '-')}-{which}.jsonl"
 
 
 def make_expected(request: Request, problem: Problem, which: str) -> None:
-    """Run the reference solution where its outputs are missing. SandboxError where it fails."""
+    """Run the reference solution if its outputs are missing; SandboxError if it fails."""
     path = locate_expected(request, problem, which)
     if path.exists():
         return
@@ -170,7 +168,7 @@ def check(request: Request, problem: Problem, which: str, code: str) -> str:
 
 
 def time_receive(solution: Solution, limit_s: float) -> tuple[float, bytes]:
-    """(seconds, what it sent)"""
+    """Receive a line, and measure the seconds until it came."""
     started_s = time.monotonic()
     line = solution.receive(limit_s)
     return time.monotonic() - started_s, line

@@ -35,12 +35,12 @@ ALSO_RIGHT: dict[str, Callable[[Any, list[Any], float], bool]] = {
 
 
 def pyramid_surface(base: float, height: float) -> int:
-    """Of a square pyramid whose `height` is that of its apex (Mbpp/581)."""
+    """Return the surface of a square pyramid with its apex at `height` (Mbpp/581)."""
     return round(base**2 + 2 * base * math.sqrt((base / 2) ** 2 + height**2))
 
 
 def digit_distance(a: int, b: int) -> int:
-    """Sum of the differences of digits, the shorter number filled with zeros (Mbpp/558)."""
+    """Sum the differences of digits, the shorter number filled with zeros (Mbpp/558)."""
     width = max(len(str(a)), len(str(b)))
     return sum(
         abs(int(x) - int(y)) for x, y in zip(str(a).zfill(width), str(b).zfill(width), strict=True)
@@ -54,7 +54,7 @@ def are_floats(value: Any) -> bool:
 
 
 def close(output: Any, expected: Any, atol: float) -> bool:
-    """numpy.allclose(output, expected, rtol=RTOL, atol=atol) of numbers and nested lists of one shape."""
+    """Do as numpy.allclose(output, expected, rtol=RTOL, atol=atol) for numbers and nested lists of one shape."""
     if isinstance(expected, list | tuple):
         same = isinstance(output, list | tuple) and len(output) == len(expected)
         return same and all(close(a, b, atol) for a, b in zip(output, expected, strict=True))
@@ -77,7 +77,7 @@ class Oracle:
     """0: values must be equal, but floats"""
 
     def right(self, output: Any, arguments: list[Any], expected: Any) -> bool:
-        """May raise anything that values which do not fit raise: the answer is wrong then."""
+        """Judge a value; any exception means that the values do not fit, so the answer is wrong."""
         if self.dataset == "humaneval" and self.entry_point == "find_zero":
             # EvalPlus checks it without counting its tests, so no solution passes
             return False

@@ -54,7 +54,6 @@ def plain(value: Any) -> Any:
 
 
 def are_plain(items: Sequence[Any]) -> bool:
-    """Tell whether all are JSON as they are."""
     # at the speed of C: an answer may hold 100 million numbers
     types = set(map(type, items))
     if int not in types:
@@ -94,7 +93,6 @@ def limit_process(limits: dict[str, int]) -> None:
 
 
 def define_function(code: str, entry_point: str) -> Any:
-    """Run a program and return its function."""
     names: dict[str, Any] = {}
     program: Any = compile(code, "solution", "exec", PyCF_ONLY_AST)
     for statement in program.body:
@@ -111,7 +109,7 @@ def define_function(code: str, entry_point: str) -> Any:
 
 
 def only_shows(statement: Any, used: Sequence[str], entry_point: str) -> bool:
-    """Tell whether a statement behind the function is an example, a check or a loop that may not end."""
+    """Tell whether a statement after the function is an example, a check or a loop that may not end."""
     kind = type(statement).__name__
     if kind in ("Expr", "Assert", "While"):
         return True
@@ -120,7 +118,6 @@ def only_shows(statement: Any, used: Sequence[str], entry_point: str) -> bool:
 
 
 def solve() -> None:
-    """Answer the request on stdin."""
     request = pickle.load(sys.stdin.buffer)
     reply = os.fdopen(os.dup(1), "w")
 

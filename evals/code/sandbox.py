@@ -111,7 +111,6 @@ def build_sandbox(readable: Sequence[Path]) -> list[str]:
 
 
 def wrap_as_nobody(command: Sequence[str]) -> list[str]:
-    """Make root nobody inside of a sandbox."""
     # limits on a user's threads do not hold for root
     if os.geteuid() == 0:
         return ["setpriv", "--reuid", NOBODY, "--regid", NOBODY, "--clear-groups", "--", *command]
@@ -139,7 +138,7 @@ def find_obstacle() -> str:
 
 
 def find_sandbox(unsafe: bool = False) -> str:
-    """ "bubblewrap", or "none" when `unsafe`; ValueError with the way out where bubblewrap does not work."""
+    """Return "bubblewrap", or "none" when `unsafe`; ValueError with the way out where bubblewrap does not work."""
     if unsafe:
         return "none"
     if reason := find_obstacle():

@@ -114,7 +114,6 @@ class Judge:
     min_time_limit_s: float = 10.0
 
     def control(self) -> JsonObject:
-        """Score the reference solutions."""
         rows = [{"task_id": p["task_id"], "solution": reference(p)} for p in self.dataset.problems]
         scored = self.evaluate(rows, "control")
         failed = [task for task, samples in scored.items() if samples[0] != (True, True)]
@@ -159,7 +158,7 @@ class Judge:
         return scored
 
     def _request(self, work: Path) -> JsonObject:
-        """What a check needs beside the problem and the solution."""
+        """Return what a check needs beside the problem and the solution."""
         # NumPy is the one package that solutions may import beside the standard library
         packages = Path(numpy.__file__).parents[1]
         command = [str(PYTHON), "-I", "-S", "-B", "-c", RUNNER.read_text(), str(packages)]

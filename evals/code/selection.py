@@ -18,7 +18,7 @@ MAX_BEGINS, MAX_CUTS = 32, 64  # as a text of no Python would take O(lines^2) pa
 
 
 def select_function(text: str, entry_point: str) -> tuple[str, str]:
-    """Return (code, rule) of an answer without its thinking."""
+    """Return (code, rule) of an answer; what a model thinks before it is left out."""
     text = text.replace("\r\n", "\n").rpartition("</think>")[2]
     # splitlines would break code at form feeds and U+2028
     lines = text.split("\n")
@@ -82,7 +82,7 @@ def is_stub(node: ast.stmt) -> bool:
 
 
 def cut_beginning(lines: list[str]) -> str:
-    """Return the first lines that parse."""
+    """Return as many first lines as parse."""
     for _ in range(MAX_CUTS):
         code = "\n".join(lines)
         try:

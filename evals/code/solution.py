@@ -54,12 +54,12 @@ class SandboxError(Exception):
 
 
 def like(kind: str, value: Any) -> Any:
-    """The reading of what a solution returned that is not exactly of a builtin type."""
+    """Read a value of a solution that is not exactly of a builtin type."""
     return KINDS[kind](value) if kind in KINDS else object()
 
 
 def plain(kind: str, value: Any) -> Any:
-    """The reading of what a reference solution returned."""
+    """Read such a value of a reference solution."""
     return object() if kind == "object" else value
 
 

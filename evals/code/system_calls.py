@@ -31,7 +31,7 @@ setreuid 113 145, setregid 114 143, setresuid 117 147, setresgid 119 149,
 
 
 def numbers(machine: str) -> list[int]:
-    """Sorted, for "x86_64" or "aarch64"."""
+    """Return the allowed numbers, sorted, for "x86_64" or "aarch64"."""
     rows = [entry.split() for entry in TABLE.replace("\n", " ").split(",") if entry.strip()]
     column = {"x86_64": 1, "aarch64": 2}[machine]
     return sorted(int(row[column]) for row in rows if row[column] != "-")

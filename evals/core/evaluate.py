@@ -31,7 +31,7 @@ ItemAnswer = dict[str, Any]
 
 @dataclass(frozen=True)
 class Settings:
-    """What is asked."""
+    """Which items are scored, and their prompts."""
 
     protocol: Protocol = "nanochat"
     """prompt format and few-shot examples; scores of different protocols cannot be compared"""
@@ -45,7 +45,7 @@ class Settings:
         self.labels()
 
     def labels(self) -> list[str]:
-        """Return the chosen tasks, all if none is named."""
+        """Return the labels in `tasks`, all if it is empty."""
         labels = [task.label for task in TASKS]
         chosen = [label.strip() for label in self.tasks.split(",")] if self.tasks else labels
         if unknown := sorted(set(chosen) - set(labels)):
@@ -54,7 +54,7 @@ class Settings:
 
 
 def judge_item(encoder: Encoder, item: Item, scores: Sequence[Scores]) -> ItemAnswer:
-    """Judge the answer to an item, and measure what the right answer costs."""
+    """Judge an answer, and measure the nats of the right one."""
     # nats per token; NaN, as in nanochat, for an option without a token of its own ("hot" before
     # "hot air"): comparisons with NaN are false, so it is chosen if it is the first, and never
     # otherwise
@@ -102,7 +102,7 @@ def score_task(
 
 
 def baseline(task: Task, version: str) -> float:
-    """Accuracy of guessing, 0 to 1."""
+    """Return the accuracy of guessing, 0 to 1."""
     return 0.01 * (task.baseline_v1 if version == "v1" else task.baseline_v2)
 
 
@@ -138,7 +138,7 @@ def summarize_task(task: Task, answers: Sequence[ItemAnswer], n_total: int) -> J
 
 
 def aggregate(tasks: Mapping[str, Mapping[str, Any]]) -> JsonObject:
-    """Compute CORE, its standard errors and the means of each category from the figures of the tasks."""
+    """Compute CORE, its standard errors and the means by category from the figures of the tasks."""
     # null unless all tasks are given: the mean of some is another number
     categories = {}
     for category in CATEGORIES:
@@ -151,7 +151,6 @@ def aggregate(tasks: Mapping[str, Mapping[str, Any]]) -> JsonObject:
 
 
 def compare_core(tasks: Mapping[str, JsonObject]) -> JsonObject:
-    """Compute the differences of CORE, of its categories and of the gold bits per byte."""
     of_core = [task for task in TASKS if task.label in tasks]
     centered = {}
     for task in of_core:
@@ -187,7 +186,7 @@ def average_centered(
 
 
 def evaluate(scorer: Scorer, bundle: Bundle, settings: Settings, partial: Partial) -> JsonObject:
-    """Score the tasks; returns the figures of a `core` record. Afterwards `partial` holds every answer."""
+    """Score the tasks; return the figures of a `core` record. Afterwards `partial` holds every answer."""
     chosen, missing = bundle.choose(settings.labels())
     tasks: dict[str, JsonObject] = {}
     for task in chosen:
@@ -215,7 +214,6 @@ def evaluate(scorer: Scorer, bundle: Bundle, settings: Settings, partial: Partia
 
 
 def show(figures: JsonObject, bundle: Bundle) -> None:
-    """Print a table of the tasks on stderr, and why others were not scored."""
     title = "" if bundle.not_core is None else f"{bundle.not_core}\n"
     title += (
         f"CORE tasks, {figures['protocol']}: accuracy, centered on v1 and v2, gold bits per byte"
@@ -239,7 +237,6 @@ def show(figures: JsonObject, bundle: Bundle) -> None:
 
 
 def list_remarks(figures: JsonObject, bundle: Bundle) -> list[str]:
-    """List why CORE is not computed, and settings that are not its own."""
     absent = {task.label for task in bundle.tasks if bundle.missing(task)}
     not_chosen = {label for label, why in figures["missing"].items() if why == NOT_CHOSEN}
     lines = []

@@ -43,19 +43,18 @@ def items(
     max_length: int,
     most: int | None = None,
 ) -> Iterator[Item]:
-    """The items of a task, at most `most`. max_length: the context in tokens. Raises Unscorable."""
+    """Yield the items of a task, at most `most`; Unscorable if an answer exceeds max_length tokens."""
     of_protocol = make_nanochat_items if protocol == "nanochat" else make_dclm_items
     return of_protocol(task, rows, encoder, max_length, most)
 
 
 def space_evenly(count: int, most: int | None) -> set[int]:
-    """At most `most` of `count` indices, evenly spaced."""
     size = count if most is None else min(most, count)
     return {i * count // size for i in range(size)}
 
 
 def list_options(task: Task, row: Row) -> list[tuple[str, str]]:
-    """(context, answer) of each option, of a language_modeling row the only one."""
+    """Return (context, answer) of each option; a language_modeling row has one."""
     if task.type == "multiple_choice":
         return [(row["query"], choice) for choice in row["choices"]]
     if task.type == "schema":
@@ -64,7 +63,6 @@ def list_options(task: Task, row: Row) -> list[tuple[str, str]]:
 
 
 def write_examples(task: Task, examples: Sequence[Row]) -> list[str]:
-    """The examples with their right answers."""
     rights = [list_options(task, example)[example.get("gold", 0)] for example in examples]
     return [f"{context}{task.delimiter}{answer}" for context, answer in rights]
 
@@ -73,14 +71,14 @@ def write_examples(task: Task, examples: Sequence[Row]) -> list[str]:
 
 
 def order_rows(count: int, most: int | None) -> list[int]:
-    """Indices of the rows that are asked."""
+    """Return the indices of the rows to score, shuffled as nanochat does."""
     order = list(range(count))
     random.Random(ORDER_SEED).shuffle(order)
     return order[:most]
 
 
 def draw_nanochat_examples(index: int, count: int, shots: int) -> list[int]:
-    """Indices of the few-shot examples of row `index` among the `count` rows that are asked."""
+    """Draw the few-shot examples of row `index` among the `count` rows that are scored."""
     if shots == 0:
         return []
     if shots > count - 1:
@@ -135,7 +133,7 @@ def locate_answers(sequences: list[list[int]], type_: TaskType) -> list[Prompt]:
 
 
 def crop_prompt(prompt: Prompt, max_length: int) -> Prompt:
-    """The last `max_length` ids of a prompt; Unscorable if its answer does not fit."""
+    """Keep the last `max_length` ids of a prompt; Unscorable if its answer does not fit."""
     cut = max(0, len(prompt.ids) - max_length)
     if prompt.start - cut < 1:
         raise Unscorable(
@@ -169,7 +167,7 @@ def make_dclm_items(
 
 
 def draw_dclm_examples(count: int, shots: int) -> Iterator[set[int]]:
-    """Draw the few-shot examples of rows 0, 1, ..."""
+    """Yield the few-shot examples of rows 0, 1, ..."""
     generator = random.Random(FEWSHOT_SEED)
     for index in range(count):
         chosen = set(generator.sample(range(count), min(count - 1, shots)))
@@ -191,7 +189,7 @@ def make_dclm_prompts(
     needs_space: bool,
     max_length: int,
 ) -> list[Prompt]:
-    """The prompt of each option: examples, context and answer, encoded separately."""
+    """Encode examples, context and answer of each option separately."""
     stripped = [
         {k: v.strip() if isinstance(v, str) else v for k, v in r.items()} for r in (row, *examples)
     ]

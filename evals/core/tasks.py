@@ -57,7 +57,7 @@ class Bundle:
     """
 
     def __init__(self, folder: Path):
-        """ValueError if the folder holds no task, or its core.yaml cannot be read."""
+        """Raise ValueError if the folder holds no task, or its core.yaml cannot be read."""
         self.folder = folder
         inner = [folder / name for name in ("eval_data", "local_data") if (folder / name).is_dir()]
         self.root = inner[0] if inner else folder
@@ -90,7 +90,7 @@ class Bundle:
         return f"{self.file(task)} is missing; copy {task.path} there, from {WHERE_FROM}"
 
     def sha256(self, task: Task) -> str:
-        """Hash of a task's rows and of the settings that core.yaml can change."""
+        """Hash a task's rows and the settings that core.yaml can change."""
         digest = hashlib.sha256(repr((task.type, task.shots, task.delimiter)).encode())
         digest.update(self.file(task).read_bytes())
         return digest.hexdigest()
@@ -105,7 +105,7 @@ class Bundle:
         return rows
 
     def choose(self, labels: Iterable[str]) -> tuple[list[Task], dict[str, str]]:
-        """The tasks to score, and the reason for each task that is not scored."""
+        """Return the tasks to score, and the reason for each that is not."""
         requested = set(labels)
         chosen = []
         reasons = {}
@@ -140,7 +140,7 @@ class Bundle:
 
 
 def read_core_yaml(path: Path) -> dict[str, JsonObject]:
-    """The first entry of each label."""
+    """Return the first entry of each label."""
     import yaml
 
     try:

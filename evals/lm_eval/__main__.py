@@ -59,7 +59,7 @@ RULER_CONTEXT = "which documents are scored; RULER needs a --max-length up to 10
 
 @dataclass(frozen=True)
 class Questions:
-    """What is asked, and how."""
+    """Which documents are scored, and how."""
 
     tasks: str
     """comma-separated lm-eval task names or paths of task files (.yaml); `ruler` is
@@ -85,7 +85,6 @@ class Questions:
 
 
 def parse_lengths(text: str) -> list[int]:
-    """The ascending token counts of a comma-separated list."""
     lengths = [int(part) if part.strip().isdecimal() else 0 for part in text.split(",")]
     if min(lengths) < 512 or lengths != sorted(set(lengths)):
         raise ValueError(
@@ -102,7 +101,7 @@ def evaluate(
     limit: int | None,
     **options: Any,
 ) -> JsonObject:
-    """Run stock tasks; the result of `lm_eval.simple_evaluate` with samples. options: of that function."""
+    """Run stock tasks; return the result of `lm_eval.simple_evaluate` (which takes `options`) with samples."""
     import lm_eval
 
     manager, tasks = load_tasks(names, lengths, tokenizer)
@@ -127,7 +126,7 @@ def evaluate(
 
 
 def describe_settings(questions: Questions, names: Sequence[str], add_bos: bool) -> JsonObject:
-    """Describe the settings in a record. add_bos: whether prompts began with BOS."""
+    """Return the settings of a record. add_bos: whether prompts began with BOS."""
     shots = (
         "the tasks' own shots" if questions.num_fewshot is None else f"{questions.num_fewshot}-shot"
     )
@@ -166,7 +165,6 @@ def figures_of(result: JsonObject, model: ScorerLM, lengths: Sequence[int]) -> J
 
 
 def numbers(values: JsonObject) -> dict[str, float]:
-    """Select the numeric metrics."""
     metrics = {}
     for key, value in values.items():
         # -1: RULER has no documents
@@ -177,7 +175,7 @@ def numbers(values: JsonObject) -> dict[str, float]:
 
 
 def summarize_prompts(model: ScorerLM, samples: list[JsonObject]) -> dict[str, int]:
-    """documents, longest_tokens (a prompt and its continuation or generation limit), cut (truncated prompts)."""
+    """Count documents, longest_tokens (a prompt with its continuation or generation limit), cut (truncated prompts)."""
     longest = cut = 0
     for context, *more in (arguments for sample in samples for arguments in sample["arguments"]):
         # a rolling request has no continuation; its text is read in windows
@@ -195,7 +193,6 @@ def summarize_prompts(model: ScorerLM, samples: list[JsonObject]) -> dict[str, i
 
 
 def show(figures: JsonObject) -> None:
-    """Print the scores as a table on stderr."""
     rows = []
     for name, metrics in figures["tasks"].items():
         for metric in [metric for metric in metrics if not metric.endswith("_stderr")]:

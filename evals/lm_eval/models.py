@@ -53,7 +53,7 @@ class ScorerLM(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """The context of a text without context: BOS, or EOS if there is none."""
+        """BOS, or EOS if there is none: the context of a text without context."""
         bos = self.tokenizer.bos_token_id
         return self.eot_token_id if bos is None else bos
 
@@ -64,7 +64,7 @@ class ScorerLM(TemplateLM):
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
     ) -> list[int]:
-        """Ids of a text; False: without BOS, though the model was opened with add_bos."""
+        """Encode a text; False: without BOS, though the model was opened with add_bos."""
         ids = self.tokenizer.encode(string, add_special_tokens=False)
         bos = self.tokenizer.bos_token_id
         begins = add_special_tokens is False or not self.add_bos or ids[:1] == [bos]
@@ -73,7 +73,6 @@ class ScorerLM(TemplateLM):
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
-        """Write a conversation as text."""
         # as in training, BOS only where the template writes it
         self.add_bos = False
         return self.tokenizer.apply_chat_template(
@@ -143,7 +142,7 @@ class ScorerLM(TemplateLM):
         quiet: bool,
         together: int = 1,
     ) -> list[Any]:
-        """Answer all that is asked, but what an interrupted evaluation has answered."""
+        """Answer all items but those that an interrupted evaluation has answered."""
         name = f"{what}-{hashlib.sha256(repr(items).encode()).hexdigest()[:16]}"
         return self.partial.complete(name, tqdm(items, what, disable=quiet), answer, together)
 
@@ -162,7 +161,7 @@ class ScorerLM(TemplateLM):
         return self.scorer.generate(ids, limit, [stop for stop in stops if stop], **options).text
 
     def _fitting(self, ids: list[int], room: int) -> list[int]:
-        """Return the last `room` ids; a prompt that loses its head is warned of."""
+        """Keep the last `room` ids; warn of a prompt that loses its head."""
         if len(ids) > room:
             warnings.warn(
                 f"prompts lose their head: the context is {self.max_length} tokens", stacklevel=1
@@ -171,6 +170,5 @@ class ScorerLM(TemplateLM):
 
 
 def sort_by_prefix(prompts: Sequence[list[int]]) -> list[int]:
-    """Sort the indices of the prompts by their ids."""
     # those with a common prefix, such as the shots of a task, follow each other
     return sorted(range(len(prompts)), key=prompts.__getitem__)

@@ -109,7 +109,7 @@ def load_tasks(
 
 
 def select_documents(task: Task, limit: int | None) -> list[int]:
-    """Indices of a task's first `limit` documents, per length if it has several."""
+    """Return the indices of a task's first `limit` documents, per length if it has several."""
     counts = Counter[Any]()
     chosen = []
     for i, document in enumerate(task.eval_docs):
@@ -121,7 +121,6 @@ def select_documents(task: Task, limit: int | None) -> list[int]:
 
 
 def make_item_lines(samples: dict[str, list[JsonObject]]) -> list[JsonObject]:
-    """Make the lines of the file of items."""
     lines = []
     for task, of_task in samples.items():
         for sample in of_task:
@@ -140,7 +139,6 @@ def make_item_lines(samples: dict[str, list[JsonObject]]) -> list[JsonObject]:
 
 
 def hash_documents(samples: dict[str, list[JsonObject]]) -> str:
-    """Hash of the documents, in order."""
     digest = hashlib.sha256()
     for name, of_task in samples.items():
         digest.update(
@@ -154,7 +152,7 @@ def hash_documents(samples: dict[str, list[JsonObject]]) -> str:
 
 @contextlib.contextmanager
 def use_data_folder(data: Path, tasks: Sequence[str]) -> Iterator[None]:
-    """Use `data` as the source of all data sets; ValueError names missing files and how to get them."""
+    """Read all data sets from `data`; ValueError names missing files and how to get them."""
     check_present(data, tasks)
     if set(tasks) & {*RULER_TASKS, IFEVAL}:
         use_sentence_tables(data)
@@ -248,7 +246,7 @@ Measured = list[tuple[str, int, int]]
 
 
 def measure_vt(tokenizer: Any, length: int) -> Measured:
-    """The worked example of variable tracking, and the shortest prompt behind it."""
+    """Measure the worked example of variable tracking, and the shortest prompt behind it."""
     from lm_eval.tasks.ruler import vt_utils
 
     def longest(units: int, example: bool) -> int:
@@ -278,7 +276,7 @@ def measure_vt(tokenizer: Any, length: int) -> Measured:
 
 
 def measure_cwe(tokenizer: Any, length: int) -> Measured:
-    """The shortest common-words prompt for this length, its worked example and its answer."""
+    """Measure the shortest common-words prompt of a length, its worked example and its answer."""
     from lm_eval.tasks.ruler import cwe_utils
 
     def count(example: str, text: str, answer: list[str]) -> int:

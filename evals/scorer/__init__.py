@@ -119,7 +119,7 @@ def open_scorer(folder: Path | None, source: Source = LOCAL) -> Scorer:
 
 
 def origin(folder: Path | None, scorer: Scorer) -> JsonObject:
-    """What a record says about who answered: hashes of model and tokenizer, backend, device, dtype."""
+    """Return what a record says about who answered: hashes, backend, device, dtype."""
     tokenizer = folder and folder / "tokenizer.json"
     return {
         "model_sha256": model_sha256(folder) if folder else None,

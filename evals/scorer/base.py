@@ -53,7 +53,7 @@ class Source:
 
 
 class Prompt(NamedTuple):
-    """Token ids; those from `start` on are scored, each given all before it. There may be none of them."""
+    """Token ids; those from `start` on, if any, are scored, each given all before it."""
 
     ids: list[int]
     start: int
@@ -103,11 +103,11 @@ class Encoder:
         self.bos_id: int | None = self.eos_id if bos_id is None else bos_id
 
     def encode(self, text: str, special_tokens: bool = False) -> list[int]:
-        """The ids of a text; with `special_tokens` also those that the tokenizer adds around it."""
+        """Encode a text; with `special_tokens` also those that the tokenizer adds around it."""
         return self._tokenizer.encode(text, add_special_tokens=special_tokens).ids
 
     def encode_each(self, texts: Sequence[str]) -> list[list[int]]:
-        """The ids of each text, on several cores."""
+        """Encode each text, on several cores."""
         encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [encoding.ids for encoding in encodings]
 
@@ -126,7 +126,7 @@ class Encoder:
         )
 
     def text_after(self, before: Sequence[int], new: Sequence[int]) -> str:
-        """The text of new ids behind others, as the engine streams it."""
+        """Decode new ids behind others, as the engine streams them."""
         from laneformer.engine.text import TextStream
 
         text = TextStream(self._tokenizer, before)
@@ -192,7 +192,7 @@ class Scorer(Encoder):
         return prompt
 
     def room(self, ids: Sequence[int], max_new_tokens: int) -> int:
-        """New tokens that fit behind a prompt, at most max_new_tokens. Raises ValueError where none does."""
+        """Return how many new tokens fit behind a prompt, at most max_new_tokens; ValueError if none."""
         if (room := min(max_new_tokens, self.max_length - len(ids))) < 1:
             raise ValueError(
                 f"a prompt of {len(ids)} tokens leaves no room for an answer in a context of {self.max_length}; "
@@ -204,7 +204,6 @@ class Scorer(Encoder):
 def score_each(
     scorer: Scorer, items: Iterable[Item], prompts_of: Callable[[Item], Sequence[Prompt]]
 ) -> Iterator[tuple[Item, list[Scores]]]:
-    """Yield every item with the scores of its prompts, in order."""
     # items are taken as the scorer asks for them
     items, to_ask = itertools.tee(items)
     return zip(items, scorer.score(map(prompts_of, to_ask)), strict=True)
@@ -212,14 +211,14 @@ def score_each(
 
 @functools.lru_cache(1)
 def load_tokenizer(folder: Path) -> Any:
-    """The folder's tokenizer as Transformers reads it, which knows its chat template."""
+    """Open a folder's tokenizer in Transformers, which knows its chat template."""
     from transformers import PreTrainedTokenizerFast
 
     return PreTrainedTokenizerFast.from_pretrained(folder)
 
 
 def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
-    """Length of the common prefix of two sequences."""
+    """Return the length of the common prefix of two sequences."""
     return next(
         (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b))
     )

@@ -122,7 +122,6 @@ class EndpointScorer(Scorer):
         raise ValueError(f"{self.device}/{path} returned no choice, but {str(reply)[:200]}")
 
     def _post(self, url: str, body: JsonObject) -> Any:
-        """The reply as JSON."""
         headers = {"Content-Type": "application/json"}
         if key := os.environ.get("OPENAI_API_KEY"):
             headers["Authorization"] = f"Bearer {key}"

@@ -120,7 +120,7 @@ class TransformersScorer(Scorer):
             yield from scores
 
     def _within_memory(self, prompts: Sequence[Prompt], offset: int) -> list[Scores]:
-        """Score, in smaller passes where memory does not suffice."""
+        """Score, in smaller passes if memory does not suffice."""
         import torch
 
         try:
@@ -217,7 +217,7 @@ class TransformersScorer(Scorer):
         return Answer(text, "stop" if ended else "length")
 
     def _prefix_of(self, ids: Sequence[int]) -> dict[str, Any]:
-        """Return the option of `generate` with the keys and values that the prompt shares with the last."""
+        """Return the option of `generate` with the keys and values shared with the last prompt."""
         if not self._keeps_prefix:
             return {}
         from transformers import DynamicCache
@@ -238,6 +238,6 @@ class TransformersScorer(Scorer):
 
 
 def cut_at_stop(text: str, stops: Sequence[str]) -> str:
-    """The text before the first stop string."""
+    """Return the text before the first stop string."""
     places = [text.find(stop) for stop in stops]
     return text[: min((place for place in places if place >= 0), default=len(text))]
