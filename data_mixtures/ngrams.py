@@ -192,7 +192,6 @@ def _distinct_pairs(first: np.ndarray, second: np.ndarray) -> Triple:
 
 
 def _windows(texts: list[str]) -> Iterator[list[str]]:
-    """Group texts into windows of about WINDOW_CHARS."""
     window: list[str] = []
     size = 0
     for text in texts:

@@ -6,8 +6,7 @@
     DIR/plan.json, DIR/<stage>/<source>/unit-NNNNN/: intermediate results; a restart continues from them
 
 It runs all stages in order (`python -m data_mixtures` runs one). The same texts give the same bytes, whatever
-the number of workers, and however often it was killed and started again. The arguments of both commands are
-here.
+the number of workers, and however often it was killed and started again.
 """
 
 from __future__ import annotations

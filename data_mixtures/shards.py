@@ -216,7 +216,6 @@ def read_manifest(folder: Path) -> Json:
 
 
 def read_manifests(data: Path) -> dict[str, Json]:
-    """Read the manifests of all sources of a folder, by name."""
     # a killed publication may have left hidden folders
     folders = sorted(path.parent for path in data.glob(f"[!.]*/{MANIFEST}"))
     if not folders:
@@ -259,7 +258,6 @@ def check_sizes(folder: Path, manifest: Json) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write JSON completely or not at all."""
     write_atomically(path, json.dumps(value, indent=1, ensure_ascii=False) + "\n")
 
 

@@ -116,7 +116,6 @@ class Store:
             self._kept[path] = path.stat().st_size
 
     def drop(self, keep_bytes: int) -> None:
-        """Delete the oldest copies of data until `keep_bytes` are left."""
         while sum(self._kept.values()) > keep_bytes:
             oldest = next(iter(self._kept))
             # whoever has it open or mapped keeps it

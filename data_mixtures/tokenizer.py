@@ -40,7 +40,6 @@ _PROBED = 1000
 
 
 def train(texts: Iterable[str], training: TokenizerTraining) -> bytes:
-    """Train a sentencepiece model and return it serialized."""
     # line by line, so a newline stays the byte piece <0x0A>, as in Llama-2
     every = chain.from_iterable(text.split("\n") for text in texts)
     lines = (line for line in every if 0 < len(line.encode()) <= MAX_LINE_BYTES)

@@ -192,6 +192,7 @@ def main(
     token_bytes = load_token_bytes(hf_dir, data)
     scorer = open_scorer(hf_dir, source)
     who = origin(hf_dir, scorer) | {"tokenizer_sha256": file_sha256(tokenizer_path(data))}
+    # what was scored: the same for the same windows in another folder
     digest = hashlib.sha256()
     for name in rows:
         digest.update(name.encode() + b"\0" + rows[name].tobytes())

@@ -56,6 +56,7 @@ def read_command(command: str) -> tuple[str, EvalCommand, list[str]]:
             f"evals.commands: {command!r} begins with no evaluation, {choice(name, sorted(FIELDS))}"
         )
     module = f"evals.{name}"
+    # a package declares its command in __main__
     is_package = Path(__file__).with_name(name).is_dir()
     declares = importlib.import_module(f"{module}.__main__" if is_package else module)
     return module, declares.COMMAND, options

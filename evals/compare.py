@@ -56,6 +56,7 @@ def compare(a: Path, b: Path) -> JsonObject:
         )
     kind = head_a.get("kind")
     pairs: dict[str, list[Pair]] = {}
+    # null: the task scores no answer as right or wrong
     for (task, item), line in lines_a.items():
         if line["right"] is not None:
             pairs.setdefault(task, []).append((line, lines_b[task, item]))

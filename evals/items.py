@@ -41,6 +41,7 @@ class Partial:
             together: answers of one write.
         """
         answers = self.answers.setdefault(name, [])
+        # answers come in the order of the items, so the first ones are those that are there
         fresh = iter(answer(itertools.islice(items, len(answers), None)))
         # after an interruption a scorer packs the same windows, so answers are the same to the bit
         while window := list(itertools.islice(fresh, together)):

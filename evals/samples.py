@@ -42,6 +42,7 @@ def main(
     check_range(0.01, 100, temperature=temperature)
     check_range(0, 2**32 - 1, seed=seed)
     chosen = read_prompts(prompts or BUILT_IN)
+    # a base model has no chat template, and cannot answer the built-in chat prompt
     if not prompts and not load_tokenizer(hf_dir).chat_template:
         chosen = [prompt for prompt in chosen if "text" in prompt]
     scorer = open_scorer(hf_dir, source)

@@ -75,6 +75,7 @@ def steps_before(lineage: JsonObject) -> int:
     match = re.fullmatch(r"step-(\d+)", parent.name)
     if not match:
         return 0
+    # a lineage may name a parent that was moved or deleted: the count begins there
     try:
         above = read_json(run_folder(parent) / "lineage.json", {})
     except (OSError, ValueError):
@@ -105,6 +106,7 @@ def place_on_one_axis(
             tokens = float(lineage.get("tokens_before") or tokens)
         origins[phase] = steps
         for row in rows:
+            # `tokens` counts from the start of the phase, `tokens_total` includes the phases before
             x_tokens = None if row["tokens"] is None else tokens + row["tokens"]
             row["x_step"], row["x_time"] = steps + row["step"], row.get("time")
             row["x_tokens"] = x_tokens if row["tokens_total"] is None else row["tokens_total"]

@@ -34,6 +34,7 @@ logger = logging.getLogger()
 
 def step_folders(folder: Path) -> dict[int, Path]:
     """Return {N: path} of every `step-N`, complete or not, newest first."""
+    # by number: as text, step-100 would come before step-20
     paths = [path for path in folder.glob("step-*") if STEP_FOLDER.match(path.name)]
     return {step_of(path): path for path in sorted(paths, key=step_of, reverse=True)}
 
@@ -90,6 +91,7 @@ def newest_complete_checkpoint(folder: Path, damaged: Iterable[Path] = ()) -> Pa
         ValueError: there are several checkpoints, and all are damaged.
     """
     steps = step_folders(folder)
+    # a checkpoint that is still being saved is incomplete, too: the one before it is used
     for path in steps.values():
         if path not in damaged:
             try:
@@ -164,6 +166,7 @@ def check_contents(folder: Path, part: int = 0, parts: int = 1) -> None:
     sums = read_checksums(folder)
     if not sums and part == 0:
         logger.warning(f"{folder} has no {CHECKSUMS}: its contents cannot be checked")
+    # every rank reads a share: a 2B model has 24 GB (BYTES_PER_PARAMETER)
     for name in sorted(sums)[part::parts]:
         try:
             actual = file_sha256(folder / name)
@@ -195,6 +198,7 @@ def list_superseded(folder: Path, keep_latest: int, keep_every_steps: int) -> li
     complete = 0
     removable = []
     for step, path in step_folders(folder).items():
+        # a permanent checkpoint among the newest ones counts as one of keep_latest
         if keep_every_steps and step % keep_every_steps == 0 and complete >= keep_latest:
             continue
         try:
@@ -229,6 +233,7 @@ def clear_branch(folder: Path, start: Path | None) -> dict[str, str]:
         if (path / ".metadata").is_file():
             aside = folder.with_name(f"{folder.name}-aside")
             aside.mkdir(exist_ok=True)
+            # nanoseconds keep apart two that are moved aside within one second
             when = f"{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}-{time.time_ns() % 10**9:09d}"
             removals[path.name] = f"set aside as {path.rename(aside / f'{path.name}.{when}')}"
         else:

@@ -187,6 +187,7 @@ class EvalCommand:
                 raise ValueError(f"{name} is not an option of it on a checkpoint; remove it")
         self.refuse(options)
         arguments = self.arguments(Path("model"), options, About(None, 1, 1, "phase"), "cpu")
+        # it has main's signature and does nothing: tyro checks names, types and numbers
         parse_only = functools.wraps(self.main)(lambda *_, **__: None)
         try:
             with redirect_stderr(io.StringIO()) as messages:

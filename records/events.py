@@ -44,7 +44,7 @@ OTHER_RANKS_S = 1.0  # until rank 0 has said what every rank found
 
 
 def record_event(run: Path, kind: str, **facts: Any) -> None:
-    """Append one line to RUN/events.jsonl."""
+    # torchrun sets RANK; the supervisor and the launcher have none
     rank = int(os.environ["RANK"]) if "RANK" in os.environ else None
     event = {"time": time.time(), "kind": kind, "rank": rank, "host": host_name(), **facts}
     append_or_keep(run / "events.jsonl", json.dumps(event))
@@ -52,6 +52,7 @@ def record_event(run: Path, kind: str, **facts: Any) -> None:
 
 def next_attempt(run: Path) -> int:
     """Return the number of the attempt that starts now, from 1."""
+    # every attempt appends its line when it starts
     path = run / "attempts.jsonl"
     return 1 + (len(path.read_bytes().splitlines()) if path.is_file() else 0)
 

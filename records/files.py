@@ -66,6 +66,7 @@ def append_or_keep(path: Path, line: str) -> bool:
         for file, lines in _kept.items():
             with survive_full_disk(file):
                 while lines:
+                    # a line leaves the list only when it is on disk, so the order is kept
                     append_line(file, lines[0])
                     del lines[0]
         return not _kept[path]
@@ -182,6 +183,7 @@ def hold_lock(path: Path, problem: str, wait_s: float = 0.0) -> TextIO:
         Held: another process still holds it after wait_s seconds.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
+    # a+ creates the file, and does not truncate the holder's name
     lock = open(path, "a+")  # noqa: SIM115 - stays open
     deadline = time.monotonic() + wait_s
     while True:

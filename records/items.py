@@ -68,6 +68,7 @@ def compare_pairs(
 def gold_bits(lines: Iterable[JsonObject]) -> float | None:
     """Divide the bits of a task's right answers by their bytes; None without bytes."""
     listed = list(lines)
+    # a ratio of sums: a mean of ratios would weigh short answers like long ones
     size = sum(line.get("bytes", 0) for line in listed)
     return math.fsum(line["nats"] for line in listed) / math.log(2) / size if size else None
 
@@ -76,6 +77,7 @@ def bits_change(pairs: Sequence[Pair]) -> JsonObject:
     """Compare the gold bits per byte of a task, later minus earlier; {} where it has none."""
     if not (size := sum(line.get("bytes", 0) for line, _ in pairs)):
         return {}
+    # each item's part of the figure, so that their mean is the bits per byte of the task
     a, b = (
         [pair[side]["nats"] / math.log(2) * len(pairs) / size for pair in pairs] for side in (0, 1)
     )

@@ -375,6 +375,5 @@ def job_file(arguments: list[str]) -> Path:
 
 
 def option_value(name: str, words: Sequence[str]) -> str | None:
-    """Return the value of `--name value` or `--name=value`."""
     parts = [part for word in words for part in word.split("=", 1)]
     return next((value for word, value in itertools.pairwise(parts) if word == name), None)

@@ -155,6 +155,7 @@ def _clean(row: JsonObject, folder: str) -> JsonObject | None:
     attempt = number(row.get("attempt"))
     if step is None:
         return None
+    # a row without an attempt is of the first one
     identity = {
         "step": int(step),
         "attempt": int(attempt or 1),
@@ -273,6 +274,7 @@ def _place_record(record: Record, rows: list[Row], steps_before: float) -> None:
         and None not in (near["x_tokens"], near["tokens"])
         and near["step"]
     ):
+        # from the nearest row: a step has as many tokens anywhere in its phase
         record["x_tokens"] = (
             near["x_tokens"] + (step - near["step"]) * near["tokens"] / near["step"]
         )

@@ -29,6 +29,7 @@ class SkipList:
                 raise ValueError(
                     f"skip window {list(window)} must be [first, last) with 0 <= first < last, in sequence numbers"
                 )
+            # overlapping and adjacent windows become one, so no number is subtracted twice
             if merged and window[0] <= merged[-1][1]:
                 merged[-1] = merged[-1][0], max(merged[-1][1], window[1])
             else:

@@ -43,6 +43,7 @@ def spans_of(records: Iterable[JsonObject]) -> list[Span]:
     for record in sorted(dated, key=lambda r: r["time"]):
         attempt = int(record["attempt"])
         time = float(record["time"])
+        # only the line of attempts.jsonl, written by the workers, knows the number of GPUs
         starts = "world_size" in record
         last = spans[-1] if spans else Span(-1, time, time, over=True)
         again = starts and (last.over or last.gpus is not None)

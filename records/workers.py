@@ -9,7 +9,6 @@ import threading
 
 
 def usable_cpus() -> int:
-    """Count the CPUs that this process may run on."""
     # a job of Slurm or a container often has fewer than `os.cpu_count()`
     return len(os.sched_getaffinity(0))
 
@@ -24,4 +23,5 @@ def _wait_for_the_end() -> None:
     parent = multiprocessing.parent_process()
     assert parent is not None, "only workers run this"
     parent.join()
+    # not sys.exit: exit handlers of a pool wait for the process that is gone
     os.kill(os.getpid(), signal.SIGKILL)

@@ -94,7 +94,6 @@ def _smallest(passages: np.ndarray, grams: np.ndarray) -> np.ndarray:
 
 
 def _index(work: Stage) -> tuple[ngrams.Index, np.ndarray]:
-    """Return the index of all held-out documents, and their numbers."""
     groups = tuple((group, first) for group, _, first in of_all(work, HELD_OUT))
     return _build_index(work.out, groups, str(files_of_all(work, HELD_OUT)))
 

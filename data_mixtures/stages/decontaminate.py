@@ -101,7 +101,6 @@ def make_index(benchmarks: Mapping[str, str], out: Path) -> None:
 
 
 def read_benchmarks(out: Path) -> tuple[Benchmark, ...]:
-    """Return the indexed benchmarks of a data folder."""
     header = _header(out / INDEX)
     return tuple(Benchmark(**benchmark) for benchmark in header["benchmarks"]) if header else ()
 

@@ -39,7 +39,6 @@ def _units_per_group(out: Path, source: str) -> int:
 
 
 def groups(out: Path, source: str) -> int:
-    """Return how many groups a source's units form."""
     return -(-len(stage.find_plan(out, source)["units"]) // _units_per_group(out, source))
 
 
@@ -115,7 +114,6 @@ def _load_rows(path: Path) -> tuple[np.ndarray, dict[str, list[int]]]:
 
 
 def near_copies(recipe: Recipe, out: Path, unit: Unit) -> np.ndarray:
-    """Return a unit's rows that are near copies, ascending."""
     if not recipe.dedup.minhash:
         return np.empty(0, np.int64)
     group = Unit(unit.source, unit.number // _units_per_group(out, unit.source))
@@ -131,7 +129,6 @@ def find_left_out(recipe: Recipe, out: Path, unit: Unit) -> Mapping[str, np.ndar
 
 
 def read_remaining(recipe: Recipe, out: Path, unit: Unit) -> Iterator[Documents]:
-    """Read a unit's kept documents that are not left out."""
     without = np.concatenate(list(find_left_out(recipe, out, unit).values()))
     return read_documents(stage.check_file(out, "filter", unit, DOCUMENTS), without)
 

@@ -109,7 +109,6 @@ class Fetch(Stage):
             raise ValueError(f"{where} @ {revision}: {error}") from error
 
     def remove_parts(self) -> None:
-        """Delete the parts of contents of finished units."""
         for source in self.sources:
             for folder in (self.out / self.name / source).glob(".unit-*.parts"):
                 if is_done(self, Unit(source, int(folder.name[6:11]))):
@@ -334,7 +333,6 @@ def check_dropped(
 
 
 def check_enough(recipe: Recipe, out: Path, sources: tuple[str, ...]) -> None:
-    """Raise ValueError for the first source with too little text."""
     for source in map(recipe.source, sources):
         counts = stage.counts(out, "fetch", source.name)
         total = sum(count["bytes"] for count in counts)

@@ -274,7 +274,6 @@ def _token_facts(out: Path, source: str, entries: tuple[Json, ...]) -> Json:
 
 
 def _counts(out: Path, source: str) -> Json:
-    """Return what was kept, what was read, and what was dropped by reason."""
     fetched = (
         stage.counts(out, "fetch", source)
         if stage.read_receipt(out, "fetch", Unit(source, 0))

@@ -173,7 +173,6 @@ def _remove_others(stage: Stage, units: list[Unit]) -> None:
 
 
 def summary(stage: str, receipts: Mapping[Unit, Json]) -> Table:
-    """Return a table of a stage's counts by source."""
     sums: dict[str, Counter[str]] = {}
     for unit, receipt in receipts.items():
         row = sums.setdefault(unit.source, Counter())

@@ -206,7 +206,6 @@ def _receipts(out: Path, stage: str, source: str, count: int, changed_ns: int) -
 
 
 def counts(out: Path, stage: str, source: str, count: int | None = None) -> list[Json]:
-    """Return the counts of a source's receipts. ValueError as `receipts`."""
     return [receipt["counts"] for receipt in receipts(out, stage, source, count)]
 
 

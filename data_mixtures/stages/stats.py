@@ -80,7 +80,6 @@ def _phases(out: Path) -> Json:
 
 
 def sizes_and_lengths(manifests: Mapping[str, Json]) -> tuple[Table, Table]:
-    """Return tables of what sources hold, and of document lengths, cuts and unused tokens."""
     sizes = []
     lengths = []
     for name, manifest in manifests.items():

@@ -152,9 +152,9 @@ def main(
         "prompt": "chat" if chat else "completion",
         **asdict(sampling),
     }
-    settings_key = hashlib.sha256(repr((who, scorer.max_length, settings)).encode()).hexdigest()[
-        :12
-    ]
+    # answers are reused only for the same model, context, prompts and sampling
+    digest = hashlib.sha256(repr((who, scorer.max_length, settings)).encode())
+    settings_key = digest.hexdigest()[:12]
     # each checkpoint and setting has a folder of its own beside the records
     beside = (about.out or Path()).parent / ITEMS / f"code-{about.step or 0}-{settings_key}"
     folder = results or beside

@@ -101,6 +101,7 @@ def collect(
         # each answer is kept where it arrives: when another request fails, none that was given is lost
         return partial.complete(f"{task} {settings_key}", range(sampling.n), answer, together=1)
 
+    # threads wait for a server; the engine answers one request at a time
     with ThreadPoolExecutor(scorer.parallel) as pool:
         answered = pool.map(answer_problem, dataset.problems)
         total = len(dataset.problems)

@@ -61,6 +61,7 @@ def make_expected(request: Request, problem: Problem, which: str) -> None:
         return
     inputs = convert_inputs(problem, which)
     seconds = list[float]()
+    # complete or not at all: a later run would take half a file for all outputs
     part = path.with_suffix(f".{os.getpid()}")
     solution = Solution(request, reference(problem), problem["entry_point"], inputs)
     try:

@@ -154,6 +154,7 @@ def make_dclm_items(
     for row in rows:
         groups.setdefault(str(row.get("category", "")) if task.by_category else "", []).append(row)
     for number, (group, members) in enumerate(groups.items()):
+        # every group has its part of `most`; the last ones take the remainder
         chosen = space_evenly(
             len(members), None if most is None else (most + number) // len(groups)
         )

@@ -125,6 +125,7 @@ class ScorerLM(TemplateLM):
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """Generate up to EOS, the task's first stop string or its token limit."""
         prompts = [self.tok_encode(request.args[0]) for request in requests]
+        # neighbours share a prefix, whose keys and values the engine keeps
         order = sort_by_prefix(prompts)
         requests_in_order = [(prompts[i], requests[i].args[1]) for i in order]
         generate = functools.partial(itertools.starmap, self._generate)

@@ -29,6 +29,7 @@ def counts(lines: Iterable[JsonObject], lengths: Iterable[int]) -> dict[str, Jso
             continue
         task = line["task"]
         of_length["documents"][task] = of_length["documents"].get(task, 0) + 1
+        # depth 1.0 belongs to the last part
         for depth, is_found in line["needles"]:
             parts = of_length["depths"].setdefault(task, [[0, 0] for _ in range(DEPTHS)])
             part = parts[min(int(DEPTHS * depth), DEPTHS - 1)]

@@ -205,7 +205,6 @@ def use_sentence_tables(data: Path) -> None:
 
 
 def make_sentence_tables(essays: Path, folder: Path) -> None:
-    """Train NLTK's Punkt on the essays and write its tables atomically."""
     from nltk.tokenize.punkt import PunktTrainer, save_punkt_params
 
     texts = [essay["text"] for _, essay in json_objects(essays)]

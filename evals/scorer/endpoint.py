@@ -70,6 +70,7 @@ class EndpointScorer(Scorer):
 
     def _score(self, item: Sequence[Prompt]) -> list[Scores]:
         prompts = [self.check_prompt(Prompt(*prompt)) for prompt in item]
+        # an option without a token of its own needs no request
         scored = [i for i, prompt in enumerate(prompts) if prompt.start < len(prompt.ids)]
         body = {
             "prompt": [prompts[i].ids for i in scored],

@@ -47,11 +47,13 @@ def pack_prompts(
         prompts = [item[k] for _, k in options]
         first = min((p.start - 1 for p in prompts), default=0)
         shared = min([first, *(common_prefix(prompts[0].ids, p.ids) for p in prompts)])
+        # one pass for the prefix, one for all options: worth it from so many tokens not read again
         if keeps_prefix and shared * (len(options) - 1) >= WORTH_A_PASS[device_type]:
             yield options, shared
         else:
             loose += [(len(items[i][k].ids) - 1, (i, k)) for i, k in options]
     places: list[Place] = []
+    # by length, so that a pass pads little
     for length, place in sorted(loose):
         if places and length * (len(places) + 1) > PASS_TOKENS[device_type]:
             yield places, 0
