@@ -66,7 +66,7 @@ def write_notes(folder: Path) -> None:
 
 
 def write_sums(path: Path, count: int) -> None:
-    """Documents of about 300 characters, one a line."""
+    """Write documents of about 300 characters as JSON lines."""
     draw = random.Random(4)
     names = ("Ada", "Ben", "Chloe", "Diego", "Emma", "Farid")
     things = ("apples", "bricks", "coins", "marbles", "tickets")
@@ -85,12 +85,11 @@ def write_sums(path: Path, count: int) -> None:
 
 
 def write_lines(path: Path, texts: list[str], field: str = "text") -> None:
-    """JSON lines of these texts."""
     path.write_text("".join(json.dumps({field: text}) + "\n" for text in texts), encoding="utf-8")
 
 
 def write_recipe(folder: Path) -> Path:
-    """RECIPE with its text beside it."""
+    """Write RECIPE with its text beside it."""
     write_notes(folder / "notes")
     write_sums(folder / "sums.jsonl", 200)
     path = folder / "tiny.toml"
@@ -99,20 +98,20 @@ def write_recipe(folder: Path) -> Path:
 
 
 def prepare_folder(path: Path, out: Path, workers: int = 1, **options: Any) -> str:
-    """Prepare as the command does; returns what was printed."""
+    """Prepare as the command does; return what it prints."""
     console = Console(record=True, width=200, quiet=False)
     prepare.prepare(path, out, Options(workers), console, **options)
     return console.export_text()
 
 
 def code_blocks(page: str) -> list[tuple[str, str]]:
-    """Return language and code of each fenced block in a page of docs/."""
+    """Return (language, code) of each fenced block of a page in docs/."""
     text = (ROOT / "docs" / page).read_text(encoding="utf-8")
     return re.findall(r"^ *```(\w*)\n(.*?)^ *```$", text, re.MULTILINE | re.DOTALL)
 
 
 def run_shell(script: str, folder: Path, **environment: str) -> str:
-    """Run commands in a folder with the project's own on the path; return the output."""
+    """Run commands with the project's own on the path; return the output."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     environment = {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), **environment}
     line = ["bash", "-euc", script]
@@ -122,7 +121,7 @@ def run_shell(script: str, folder: Path, **environment: str) -> str:
 
 
 def files_of(folder: Path) -> dict[str, bytes]:
-    """Return all files but logs and the lock, which name processes."""
+    """Read all files but logs and the lock, which name processes."""
     paths = (path for path in sorted(folder.rglob("*")) if path.is_file())
     files = (path for path in paths if not {".logs", ".lock"} & set(path.parts))
     return {str(path.relative_to(folder)): path.read_bytes() for path in files}
@@ -147,7 +146,7 @@ def tiny_folder(shared):
 
 @pytest.fixture
 def tiny_copy(tiny_folder, tmp_path):
-    """Copy tiny_folder to tmp_path with its own recipe; the next start plans its text anew."""
+    """Copy tiny_folder with a recipe of its own, so the next start plans its text anew."""
     for name in ("notes", "sums.jsonl", "out"):
         # links stay links: published shards are those of the stage shuffle
         subprocess.run(["cp", "-a", tiny_folder / name, tmp_path], check=True)
@@ -162,7 +161,7 @@ def recipe_path(tmp_path):
 
 @pytest.fixture
 def s3(monkeypatch):
-    """Start an S3 server with an empty s3://bucket and set the environment to reach it."""
+    """Start an S3 server with an empty s3://bucket, and point the environment at it."""
     moto = pytest.importorskip("moto.server")
     server = moto.ThreadedMotoServer("127.0.0.1", 0)
     server.start()
@@ -187,7 +186,7 @@ def s3(monkeypatch):
 def write_counting(
     folder: Path, source: str, count: int, begin: int, seq_len: int = 4, per_shard: int = 8
 ):
-    """Write a source of `count` windows of tokens begin, begin + 1, ..., replacing an older one."""
+    """Write `count` windows of tokens begin, begin + 1, ..., replacing an older source."""
     shutil.rmtree(folder / source, ignore_errors=True)
     (folder / source).mkdir()
     tokens = (begin + np.arange(count * seq_len + 1)).astype(np.uint16)
@@ -206,7 +205,7 @@ def write_counting(
 
 @pytest.fixture
 def counting_data(tmp_path):
-    """Return a maker of folders whose window i of source s starts at token s*1000 + i*seq_len."""
+    """Make folders in which window i of source s begins with token s*1000 + i*seq_len."""
 
     def make(
         windows=(50, 23, 9), weights=(6, 3, 1), phase2=(1, 0, 4), seq_len=4, cap=3, per_shard=8

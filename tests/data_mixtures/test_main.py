@@ -29,7 +29,7 @@ def make_prepared(folder: Path) -> None:
 
 @pytest.fixture
 def folder(shared, tmp_path):
-    """Return tmp_path with hub.toml, its mirror, and whole/, which `prepare` made of them."""
+    """Copy hub.toml, its mirror, and whole/, which `prepare` made of them."""
     prepared = shared("two_hub_sources", make_prepared)
     # -a keeps hard links: published shards are those of the stage shuffle
     subprocess.run(["cp", "-a", f"{prepared}/.", tmp_path], check=True)
@@ -38,7 +38,7 @@ def folder(shared, tmp_path):
 
 @pytest.fixture
 def run(folder, capsys, monkeypatch):
-    """Return a function that runs one stage's command on one process and returns its output."""
+    """Make a function that runs one stage's command and returns its output."""
     monkeypatch.setenv("COLUMNS", "160")
 
     def run_stage(*words: str, out: str = "out") -> str:

@@ -13,7 +13,7 @@ from tests.data_mixtures.conftest import write_counting
 
 
 def reference(mix, g, weights, windows, offsets, seed=5, per_shard=8):
-    """Source and window of global sequence g, one at a time, straight from the definition."""
+    """Return source and window of global sequence g, straight from the definition."""
     places, _ = order.pattern(weights)
     total = sum(weights)
     source = int(places[g % total])

@@ -20,7 +20,6 @@ def worst_deviation(places, weights):
 
 
 def tijdeman_bound(weights):
-    """Tijdeman's bound for the sources that have a weight."""
     return 1 - 1 / max(2 * np.count_nonzero(weights) - 2, 1)
 
 
@@ -35,7 +34,7 @@ def test_any_weights_deviate_by_less_than_a_sequence(weights):
 
 
 def read_strides(windows, begin=0):
-    """Return windows of a shard in the order in which epoch 0 reads them."""
+    """List the windows of a shard as epoch 0 reads them."""
     return (np.arange(windows) * order.stride(windows) + begin) % windows
 
 

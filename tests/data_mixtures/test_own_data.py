@@ -55,7 +55,7 @@ def write_json_lines(path: Path, texts: list[str]) -> None:
 
 @pytest.fixture
 def folder(tmp_path):
-    """Return a folder with what RECIPE reads, the Parquet in b/ instead of a bucket."""
+    """Write what RECIPE reads, the Parquet in b/ instead of a bucket."""
     # 300 ids in all, which four lanes divide
     save(byte_level(write_text(0, 5), ["<|endoftext|>"], 299), tmp_path)
     (tmp_path / "b").mkdir()
@@ -73,7 +73,7 @@ def run(folder: Path, text: str, out: str = "out", mirror: str | None = None) ->
 
 
 def own(*inputs: str, more: str = "") -> str:
-    """Return a recipe of short sequences with one source for each input."""
+    """Write a recipe of short sequences with one source for each input."""
     tables = "".join(
         f"[sources.s{n}]\ninputs = [{text_input}]\n" for n, text_input in enumerate(inputs)
     )
@@ -82,7 +82,7 @@ def own(*inputs: str, more: str = "") -> str:
 
 
 def list_planned(folder: Path, source: str) -> list[str]:
-    """Return the files of a source in the order of its units."""
+    """List the files of a source in the order of its units."""
     units = stage.find_plan(folder / "out", source)["units"]
     names = [file[0] for unit in units for file in unit.get("files", [unit.get("file")])]
     return [name.removeprefix("file://") for name in names]
@@ -294,7 +294,6 @@ NAMES = ("mine", "yours", "notes")
 
 
 def blocks(language: str) -> list[str]:
-    """Return the code of the page in this language."""
     return [code for name, code in code_blocks("own-data.md") if name == language]
 
 

@@ -34,7 +34,6 @@ cc2-mhq = 1
 
 
 def commands() -> str:
-    """Return the block of the page that defines `stage`."""
     (block,) = (code for _, code in code_blocks("data.md") if "stage()" in code)
     return block
 

@@ -37,7 +37,6 @@ notes = 1
 
 
 def write_recipe(folder: Path) -> Path:
-    """Write a mirror's Parquet files and two local inputs."""
     # 10 units from fetch to tokenize, 2 and 25 after
     for number in range(8):
         path = folder / "mirror" / REPO / f"4plus/part_{number:06d}.parquet"

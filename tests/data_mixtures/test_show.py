@@ -19,7 +19,7 @@ SEQ_LEN, WINDOWS_PER_SHARD = 32, 64  # of prepared_data
 
 @pytest.fixture
 def run(capsys):
-    """Return a function that runs `show`; it returns the --json objects, or else the text."""
+    """Make a function that runs `show` and returns its --json objects, or its text."""
 
     def call(*arguments: Any) -> Any:
         capsys.readouterr()
@@ -43,12 +43,12 @@ def lock(prepared_data):
 
 
 def first_token(window: dict) -> int:
-    """Return the position of a sequence or document among the tokens of its source."""
+    """Return where a sequence or document begins among the tokens of its source."""
     return int(window["shard"][6:11]) * WINDOWS_PER_SHARD * SEQ_LEN + window["token_offset"]
 
 
 def documents_of(folder: Path) -> list[tuple[int, int, str]]:
-    """Return (first token in the source, tokens, id) of all documents, read by numpy alone."""
+    """Return (first token in the source, tokens, id) of all documents, by numpy alone."""
     manifest = shards.read_manifest(folder)
     documents = []
     shard_begin = 0

@@ -26,7 +26,7 @@ def make_few_shards(folder: Path) -> None:
 
 @pytest.fixture
 def recipe(shared, tmp_path, monkeypatch):
-    """Return a recipe beside out/, which it makes; copies of a store are made in tmp_path."""
+    """Make a recipe beside out/; copies of a store are made in tmp_path."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     return shared("few_shards", make_few_shards) / "tiny.toml"

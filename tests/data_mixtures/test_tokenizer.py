@@ -43,7 +43,7 @@ def processor():
 def check(
     processor, texts: list[str], encoder: tokenizer.SentencepieceTokenizer | None = None
 ) -> None:
-    """Ids and lengths against one call of sentencepiece per text."""
+    """Compare ids and lengths with one call of sentencepiece per text."""
     encoder = encoder or open_once(processor)
     tokens, lengths = encoder.encode(texts)
     expected = [[1, *processor.encode(text), 2] for text in texts]

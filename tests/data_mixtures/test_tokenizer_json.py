@@ -183,7 +183,6 @@ def bytes_of(text: str | bytes) -> bytes:
 
 
 def work_in(work: tokenize.Tokenize, folder: Path) -> dict:
-    """Do the only unit in this folder; its counts."""
     folder.mkdir()
     return work.work(tokenize.Unit("a", 0), folder)
 

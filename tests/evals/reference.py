@@ -20,13 +20,12 @@ def logits_of(
 def scores_of(
     model: torch.nn.Module, ids: list[int], start: int, dtype: torch.dtype = torch.float64
 ) -> Scores:
-    """Scores of ids[start:], each given all before it."""
     log_p = logits_of(model, ids, dtype)[start - 1 : -1].log_softmax(-1).numpy()
     return Scores(log_p[np.arange(len(log_p)), ids[start:]], log_p.argmax(1) == ids[start:])
 
 
 def continue_greedily(model: torch.nn.Module, ids: list[int], count: int) -> list[int]:
-    """Return the next `count` ids, each from the whole prompt again."""
+    """Generate `count` ids, each from the whole prompt again."""
     sequence = list(ids)
     for _ in range(count):
         sequence.append(int(logits_of(model, sequence)[-1].argmax()))

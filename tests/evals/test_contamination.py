@@ -27,7 +27,7 @@ def source(data: Path, name: str, hits: dict, tokenizer: str = "ab"):
 
 @pytest.fixture
 def data(tmp_path):
-    """Write two sources, and an index of two benchmarks of which one has no hits."""
+    """Write two sources, and an index of two benchmarks, one without hits."""
     sentence = "the quick brown fox number {} jumps over the lazy dog and then it sleeps well"
     for name, count in (("quiz", 4), ("other", 2)):
         rows = [json.dumps({"question": sentence.format(f"{name} {i}")}) for i in range(count)]

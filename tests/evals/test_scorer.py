@@ -63,7 +63,7 @@ def llama(models):
 
 
 def float32_error(model: torch.nn.Module, prompt: Prompt) -> float:
-    """Return the tolerance: 8 times float32's own error on this model, at least 1e-6."""
+    """Return 8 times float32's own error on this model, at least 1e-6."""
     exact, rounded = (
         scores_of(model, *prompt, dtype).logprobs for dtype in (torch.float64, torch.float32)
     )
@@ -115,7 +115,7 @@ def test_scores_are_pytorchs(models, name, monkeypatch, capsys):
 
 
 def spy_on_passes(scorer: TransformersScorer) -> list[tuple[int, int]]:
-    """Record (prompts, tokens of each) of every pass from now on."""
+    """Record (prompts, tokens of each) of every pass."""
     passes: list[tuple[int, int]] = []
     forward = scorer._model.forward
 

@@ -9,7 +9,6 @@ from typing import Any
 
 
 def write_lines(path: Path, rows: Iterable[Any]) -> Path:
-    """Write a value a line; folders above the file are made."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path

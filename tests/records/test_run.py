@@ -125,7 +125,6 @@ def find_counted(
 
 @given(histories(), st.randoms())
 def test_what_counts_is_what_led_to_the_newest_state(played, random):
-    """Whatever the order of the lines of different attempts."""
     rows, starts, history = played
     assert find_counted(rows, starts) == history
     attempts = sorted({row["attempt"] for row in rows}, key=lambda _: random.random())
@@ -234,7 +233,7 @@ def test_a_run_that_names_itself_as_its_parent_is_read_and_another_folder_refuse
 
 
 def wandb_id(run: Path, monkeypatch: pytest.MonkeyPatch, **environment: str) -> str:
-    """Of a process that starts in the run folder."""
+    """Return the id of a process that starts in the run folder."""
     with monkeypatch.context() as patch:
         patch.setattr(os, "environ", environment)
         name_wandb_run(run)

@@ -37,7 +37,7 @@ def write_resolved(path: Path, contents: list[bytes], **more: Any) -> str:
 def fetch_contents(
     folder: Path, url: str, groups=None, share=0.0
 ) -> tuple[dict[str, Any], list[dict]]:
-    """Counts and rows of all or some row groups of resolved.parquet."""
+    """Fetch row groups of resolved.parquet; return counts and rows."""
     settings = Input("resolved", ("resolved.parquet",), content_url=url, max_missing_share=share)
     path = str(folder / "resolved.parquet")
     raw = folder / "raw.parquet"

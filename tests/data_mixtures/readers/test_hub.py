@@ -28,7 +28,7 @@ def hub(tmp_path):
 
 
 def run_command(hub: FakeHub, name: str, path: Path, *more: str, token: str = "") -> list[str]:
-    """Run the command in its own process; return the lines of its error."""
+    """Run the command in a process of its own; return the lines of its error."""
     # huggingface_hub reads its address once
     env = {
         key: value for key, value in os.environ.items() if not key.startswith(("HF_", "HUGGING"))

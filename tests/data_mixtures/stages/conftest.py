@@ -21,7 +21,7 @@ def make_two_sources(folder: Path) -> None:
 
 @pytest.fixture
 def data(shared, tmp_path, monkeypatch):
-    """Copy two sources of several shards, with blocks of 128 bytes: three a shard of 322 bytes."""
+    """Copy two sources of several shards: 322 bytes each, in blocks of 128."""
     prepared = shared("two_sources", make_two_sources) / "data"
     monkeypatch.setattr(shards, "BLOCK_BYTES", 128)
     monkeypatch.setattr(sorted_runs, "DOCUMENTS_PER_RANGE", 100)

@@ -75,7 +75,6 @@ def refusal(status: int, code: str) -> tuple[dict[str, str], int, dict[str, str]
 
 
 def list_files(repo: Path, below: str) -> Response:
-    """Return a page of a folder's entries, with the address of the next one."""
     recursive = request.args.get("recursive")
     paths = (repo / below).rglob("*") if recursive == "True" else (repo / below).iterdir()
     entries = [describe(repo, path) for path in sorted(paths)]

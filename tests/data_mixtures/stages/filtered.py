@@ -24,7 +24,7 @@ def make_unit_folder(out: Path, name: str, unit: stage.Unit) -> Path:
 
 
 def write_receipt(folder: Path, counts: dict[str, Any]) -> None:
-    """Write the receipt of a unit whose files exist, as `stage.do` does."""
+    """Write a unit's receipt as `stage.do` does."""
     files = {
         path.name: stage._entry(path) for path in folder.iterdir() if path.name != stage.RECEIPT
     }
@@ -32,7 +32,7 @@ def write_receipt(folder: Path, counts: dict[str, Any]) -> None:
 
 
 def text_column(texts: list[Any], kind: pa.DataType) -> pa.Array:
-    """Return a column of the same bytes for any type, unchecked, as a broken writer leaves them."""
+    """Make a column of the same bytes for any type, unchecked, as a broken writer leaves them."""
     array = pa.array(
         [text.encode() if isinstance(text, str) else text for text in texts], pa.binary()
     )
@@ -63,7 +63,6 @@ def write_raw(out: Path, texts: Texts, kind: pa.DataType | None = None, **entry:
 
 
 def do_all(work: Any) -> int:
-    """Do all units that are not done, in order; return how many."""
     todo = [unit for unit in work.units() if not stage.is_done(work, unit)]
     for unit in todo:
         stage.do(work, unit)
@@ -91,7 +90,6 @@ def make_recipe(
 
 
 def run_filter(out: Path, texts: Texts, plan: recipe.Recipe) -> filter.Filter:
-    """Raw units and their filter, done."""
     write_raw(out, texts)
     decontaminate.make_index(plan.filter.benchmarks, out)
     work = filter.Filter(plan, out, tuple(texts))

@@ -32,7 +32,7 @@ expected_tokens_b = 0.001
 
 
 def recipe(folder: Path, *sources: dict[str, str], more: str = "") -> Path:
-    """Write a recipe of sources with these values of SOURCE, all of the same weight."""
+    """Write a recipe of sources with these values of SOURCE."""
     base = {"repo": REPO, "revision": "abcdef0", "configs": '["4plus"]', "more": ""}
     tables = [SOURCE.format(**{**base, **source}) for source in sources]
     weights = "\n".join(["[phase1]", *(f"{source['name']} = 1" for source in sources)])
@@ -42,7 +42,6 @@ def recipe(folder: Path, *sources: dict[str, str], more: str = "") -> Path:
 
 
 def write_parquet(path: Path, first: int, count: int = 40, column: str = "text") -> None:
-    """Write rows with an id, text of their own, and a struct."""
     path.parent.mkdir(parents=True, exist_ok=True)
     numbers = range(first, first + count)
     texts = [

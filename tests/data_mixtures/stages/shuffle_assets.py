@@ -64,7 +64,7 @@ TWO_SOURCES, TWO_TEXTS = (
 
 
 def tokens_of(text: str) -> list[int]:
-    """BOS, a token for each byte, EOS."""
+    """Return BOS, a token for each byte, EOS."""
     return [1, *(3 + byte for byte in text.encode()), 2]
 
 
@@ -73,7 +73,7 @@ def text_of(tokens: Sequence[int]) -> str:
 
 
 def origin_of(text: str) -> str:
-    """None for some documents, as of a source without provenance."""
+    """Return "" for some documents, as of a source without provenance."""
     return encode_origin(f"\u00fc/{text[:5]}", len(text), {}) if len(text) % 5 else ""
 
 
@@ -101,7 +101,7 @@ def write_tokens(folder: Path, texts: Sequence[str]) -> dict[str, Any]:
 
 
 def split(texts: Sequence[str], units: int) -> tuple[tuple[str, ...], ...]:
-    """Split the texts into so many parts of unequal size."""
+    """Split texts into parts of unequal size."""
     cuts = [len(texts) * i * i // units**2 for i in range(units + 1)]
     return tuple(tuple(texts[a:b]) for a, b in pairwise(cuts))
 
@@ -128,7 +128,6 @@ def write_tokenized(out: Path, source: str, texts: Sequence[Sequence[str]]) -> N
 
 
 def run_shuffle(out: Path, plan: Recipe, texts: dict[str, Sequence[str]], units: int = 2) -> None:
-    """Tokenize, order and shuffle every source of texts."""
     for source, passages in texts.items():
         write_tokenized(out, source, split(passages, units))
     run(sorted_runs.Runs(plan, out, tuple(texts)))
@@ -153,13 +152,13 @@ def select(texts: Iterable[str], plan: Recipe) -> tuple[dict[int, str], list[int
 
 
 def unique_train(texts: Iterable[str], plan: Recipe) -> list[str]:
-    """Training documents in their final order."""
+    """Return the training documents in their final order."""
     unique, train, _ = select(texts, plan)
     return [unique[digest] for digest in train]
 
 
 def in_memory(texts: Sequence[str], plan: Recipe) -> dict[str, bytes]:
-    """Return the bytes of every file by the in-memory reference, the document index unpacked."""
+    """Return the bytes of every file by the definition, the document index unpacked."""
     unique, train, valid = select(texts, plan)
     files = {}
     for name, digests in (("train", train), ("valid", valid)):
@@ -189,7 +188,7 @@ def in_memory(texts: Sequence[str], plan: Recipe) -> dict[str, bytes]:
 
 
 def read_written(out: Path, source: str) -> dict[str, bytes]:
-    """Return the files that `shuffle` wrote, in the form of `in_memory`."""
+    """Read the files of `shuffle` in the form of `in_memory`."""
     files = {}
     for path in sorted((out / "shuffle" / source).glob("unit-*/*")):
         if path.name.endswith(".docs.zst"):
@@ -224,7 +223,6 @@ def write_counts(out: Path, source: str, texts: Sequence[Sequence[str]], lie: in
 def prepare_texts(
     out: Path, plan: Recipe, texts: dict[str, Sequence[str]], units: int = 2, replace: bool = False
 ) -> Path:
-    """Run all stages from fetch to manifest over these texts."""
     for source, passages in texts.items():
         write_counts(out, source, split(passages, units))
     run_shuffle(out, plan, texts, units)
@@ -235,7 +233,7 @@ def prepare_texts(
 
 @functools.cache
 def tokenizer_model() -> bytes:
-    """Return a sentencepiece model with the project's conventions; tokens_of has other pieces."""
+    """Train a model of the project's conventions; `tokens_of` has other pieces."""
     lines = ["some words to learn from, 1 2 3"] * 20
     return tokenizer.train(
         lines, TokenizerTraining(vocab_size=300, train_bytes=1000, character_coverage=1.0)

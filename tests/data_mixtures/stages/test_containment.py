@@ -29,7 +29,7 @@ def words(draw: random.Random, count: int) -> str:
 
 
 def text_around(draw: random.Random, held_out: bool, inner: str = "", count: int = 60) -> str:
-    """So many words and `inner`, held out or not."""
+    """Draw words around `inner` until the text is held out, or is not."""
     while True:
         text = f"{words(draw, count)} {inner}".strip()
         if is_held_out(text, with_containment([])) == held_out:
@@ -49,7 +49,7 @@ def find_contained(out: Path, texts: Texts, plan: recipe.Recipe) -> list[str]:
 
 
 def plain_rule(texts: Texts, plan: recipe.Recipe) -> list[str]:
-    """Apply the rule: half of a held-out document's distinct 13-grams are in training documents."""
+    """Apply the rule: half of a held-out document's distinct 13-grams are in training."""
 
     def grams(text: str) -> set[tuple[str, ...]]:
         parts = text.split()

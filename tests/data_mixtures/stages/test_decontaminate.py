@@ -15,7 +15,7 @@ from data_mixtures.stages import decontaminate
 
 
 def words(text: str) -> list[str]:
-    """The definition, letter by letter."""
+    """Apply the definition, letter by letter."""
     characters = [c if unicodedata.category(c)[0] in "LMN" else " " for c in text]
     return "".join(c.lower() if len(c.lower()) == 1 else c for c in characters).split(" ")
 
@@ -30,7 +30,7 @@ def telling(gram: tuple[str, ...]) -> bool:
 
 
 def holds(text: str, passage: str) -> bool:
-    """The rule of the module's first lines."""
+    """Apply the rule of the first lines of `ngrams`."""
     length = min(len([word for word in words(passage) if word]), 13)
     if length < 8:
         return False

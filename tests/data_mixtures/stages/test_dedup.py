@@ -20,7 +20,7 @@ Texts = dict[str, list[list[str]]]
 
 
 def texts_of(seed: int, families: int, copies: int) -> list[str]:
-    """Return families of texts of 120 words, whose copies differ in up to 20 words."""
+    """Draw families of texts of 120 words, whose copies differ in up to 20."""
     draw = random.Random(seed)
     texts = []
     for _ in range(families):
@@ -44,7 +44,6 @@ def flat(texts: Texts) -> list[str]:
 
 
 def deduplicate(out: Path, texts: Texts, plan: recipe.Recipe) -> Texts:
-    """Return what stays, by source and unit."""
     run_filter(out, texts, plan)
     for kind in STAGES:
         do_all(kind(plan, out, tuple(texts)))
@@ -71,7 +70,7 @@ def bands_of(text: str, plan: recipe.Recipe) -> set[int]:
 
 
 def find_remaining(texts: Texts, plan: recipe.Recipe) -> list[str]:
-    """Return the texts that come first in each of their bands, held-out documents before others."""
+    """Return the texts that come first in each of their bands, held-out ones before others."""
     passages = flat(texts)
     bands = [bands_of(text, plan) for text in passages]
     firsts: dict[int, int] = {}
@@ -82,7 +81,7 @@ def find_remaining(texts: Texts, plan: recipe.Recipe) -> list[str]:
 
 
 def datatrove_pairs(folder: Path, texts: list[str], settings: recipe.Dedup) -> set[tuple[int, int]]:
-    """Return the pairs that datatrove's own steps find with the same words and hash function."""
+    """Return the pairs of datatrove's own steps, with the same words and hash function."""
     from datatrove.data import Document
     from datatrove.pipeline.dedup import MinhashDedupBuckets, MinhashDedupSignature
     from datatrove.pipeline.dedup.minhash import MinhashConfig

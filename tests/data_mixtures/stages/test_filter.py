@@ -44,7 +44,6 @@ def recipe_with(out: Path, sources=("notes",), **limits):
 
 
 def documents(work: filter.Filter, number: int = 0):
-    """Return the table of a unit, its counts, and its folder."""
     folder, receipt = stage.result(work.out, "filter", stage.Unit("notes", number))
     return pq.read_table(folder / stage.DOCUMENTS), receipt["counts"], folder
 
@@ -109,7 +108,7 @@ def test_a_missing_column_and_a_file_without_rows(out):
 
 
 def filter_parquet(out: Path, columns: dict[str, list], **entry: str) -> filter.Filter:
-    """Filter one unit that was copied unchanged; `entry` is added to its plan."""
+    """Filter a unit whose Parquet was copied as it is; `entry` is added to its plan."""
     write_raw(out, {"notes": [columns]}, **{"kind": "parquet", "text_column": "text", **entry})
     work = filter.Filter(make_recipe(["notes"], max_chars=20_000), out, ("notes",))
     do_all(work)

@@ -28,7 +28,6 @@ PLAN = dataclasses.replace(plan_of(seq_len=48, windows_per_shard=20), packing="b
 
 
 def reference(texts: list[str]) -> dict[str, packing.Packed]:
-    """Return the files of windows, from all texts in memory."""
     unique, train, valid = select(texts, PLAN)
     files = {}
     at = 0

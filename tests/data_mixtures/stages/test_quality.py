@@ -32,7 +32,6 @@ def run(step, text: str = PROSE):
 
 
 def filter_texts(out: Path, texts: list[str], of_recipe: tuple, **of_source):
-    """Return the table, the counts and the stage of a filter with these steps."""
     recipe = make_recipe(["notes"], steps=of_recipe)
     sources = (replace(recipe.sources[0], **of_source),)
     recipe = replace(recipe, sources=sources)

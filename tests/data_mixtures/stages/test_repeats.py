@@ -7,7 +7,6 @@ from data_mixtures.stages.documents import MAX_PERIOD, TIMES, with_repeats
 
 
 def plainly(document: list[int]) -> bool:
-    """Return whether some 1 to 13 tokens occur 32 times in a row."""
     return any(
         document[i : i + period] * TIMES == document[i : i + period * TIMES]
         for period in range(1, MAX_PERIOD + 1)

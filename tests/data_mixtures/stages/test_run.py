@@ -29,14 +29,12 @@ def toy(tmp_path):
 
 
 def results(toy: Toy) -> dict[str, bytes]:
-    """Return every finished file of the stage, without logs."""
     folder = toy.out / toy.name
     paths = (path for path in sorted(folder.rglob("*")) if path.is_file())
     return {str(path.relative_to(folder)): path.read_bytes() for path in paths}
 
 
 def start(toy: Toy) -> subprocess.Popen:
-    """Start the stage in its own process."""
     command = [
         sys.executable,
         "-m",
@@ -48,7 +46,6 @@ def start(toy: Toy) -> subprocess.Popen:
 
 
 def wait_for(condition: Callable[[], object], what: str) -> None:
-    """Poll until the condition holds."""
     # a limit that only a hang reaches, on however slow a machine
     deadline = time.monotonic() + 600
     while not condition():
@@ -61,7 +58,7 @@ def count_receipts(toy: Toy) -> int:
 
 
 def family_at_work(toy: Toy, process: subprocess.Popen, at_units: set[str]) -> list[psutil.Process]:
-    """Return the stage's processes, once its workers wait in these units."""
+    """Wait until workers are at these units; return the stage's processes."""
 
     def read_claims() -> set[str]:
         return {claim.read_text() for claim in (toy.out / ".logs" / toy.name / "workers").glob("*")}

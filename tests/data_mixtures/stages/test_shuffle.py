@@ -30,7 +30,6 @@ STAGES = (sorted_runs.Runs, shuffle.OrderDocuments, shuffle.WriteShards)
 
 
 def set_sizes(patch: pytest.MonkeyPatch, documents=13, read=200, copied=100, block=16) -> None:
-    """Make ranges and pieces so small that a few texts need many of them."""
     patch.setattr(sorted_runs, "RUNS", 3)
     patch.setattr(sorted_runs, "DOCUMENTS_PER_RANGE", documents)
     for name, size in (("READ_BYTES", read), ("COPY_BYTES", copied), ("BLOCK_BYTES", block)):

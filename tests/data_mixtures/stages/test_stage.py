@@ -90,7 +90,7 @@ GOLDEN = {
 
 
 def write(folder: Path) -> Path:
-    """Write a recipe and its files: 40 documents each, some of them awkward."""
+    """Write a recipe and its files: 40 documents each, some awkward."""
     plain = [f"{n} " + " ".join(WORDS[(n * k) % 12] for k in range(3 + n)) for n in range(26)]
     texts = (
         [text for pair in zip(NASTY, plain[:14], strict=True) for text in pair]
@@ -117,7 +117,7 @@ def write(folder: Path) -> Path:
 
 
 def digest(out: Path, name: str) -> str:
-    """Return the hash of a stage's output by content."""
+    """Hash a stage's output by content."""
     whole = hashlib.sha256()
     # rows of Parquet, whose bytes vary with pyarrow; else bytes
     for path in sorted((out / name).rglob("unit-*/*")):
@@ -142,7 +142,7 @@ def digest(out: Path, name: str) -> str:
 
 
 def units_done(folder: Path) -> dict[str, int]:
-    """Count the units of each stage made by preparing folder/in in folder/out."""
+    """Prepare folder/in in folder/out; count the units that each stage made."""
     with pytest.MonkeyPatch.context() as patch:
         # merge both units of a source, so that the stage `runs` has work
         patch.setattr(sorted_runs, "RUNS", 1)

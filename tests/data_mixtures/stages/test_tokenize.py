@@ -78,7 +78,7 @@ def test_documents_in_shuffled_order_with_their_tokens(tmp_path, monkeypatch):
 
 
 def place(text: str, seed: int) -> tuple[int, int]:
-    """Return the order of a source, by its definition."""
+    """Return the sort key of a text, by its definition."""
     digest = xxhash.xxh3_128_intdigest(text.encode())
     return xxhash.xxh3_64_intdigest((digest % 2**64).to_bytes(8, "little"), seed=seed), digest
 

@@ -42,7 +42,7 @@ def write_documents(path: Path, ids: np.ndarray, lengths: np.ndarray) -> dict:
 
 
 def other_docs(path: Path) -> None:
-    """Return an index that unpacks, of other documents."""
+    """Write an index that unpacks, of other documents."""
     ids, lengths, _ = shards.read_documents(path)
     write_documents(path, ids + np.uint64(1), lengths)
 
@@ -87,7 +87,7 @@ def test_a_foreign_shard_with_a_fitting_manifest_is_seen_by_its_documents(data):
     ids, lengths, _ = shards.read_documents(path)
 
     def damage_with(ids: np.ndarray, lengths: np.ndarray) -> list[str]:
-        """Return the damage with this index of shard 2, which the manifest agrees with."""
+        """Give shard 2 this index, with which the manifest agrees; return the damage."""
         docs = write_documents(path, ids, lengths)
         entries = shards.read_manifest(data / "notes")["shards"]
         entries[2] = {**entries[2], "docs": docs}

@@ -57,7 +57,7 @@ class Toy:
 
 
 def run(toy: Toy, options: Options) -> str:
-    """Run it as a command does; returns what was printed."""
+    """Run the stage as a command does; return what it prints."""
     console = Console(record=True, width=200, force_terminal=False)
     with stage.exclusive(toy.out) as out:
         run_units(replace(toy, out=out), options, console)

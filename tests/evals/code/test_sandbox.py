@@ -130,7 +130,7 @@ def refused(number):
 
 @pytest.fixture
 def open_folder():
-    """Return a folder that every user may read and write."""
+    """Make a folder that every user may read and write."""
     folder = Path(tempfile.mkdtemp(prefix="sandbox-"))
     folder.chmod(0o777)
     yield folder
@@ -138,7 +138,7 @@ def open_folder():
 
 
 def host(folder: Path, user: int, loop: str = "") -> list[str]:
-    """Return the command that makes sandboxes as a user."""
+    """Write the command that makes sandboxes as a user."""
     python = shutil.which("python3", path="/usr/bin:/bin")
     if python is None:
         pytest.skip("the system has no python3, which every user could run")
@@ -163,7 +163,6 @@ def host(folder: Path, user: int, loop: str = "") -> list[str]:
 
 
 def parents() -> dict[int, int]:
-    """Return the parent of every process that has not ended."""
     parent_of = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):

@@ -71,7 +71,7 @@ def judge_of(folder: Path, problems: Sequence[dict[str, Any]] = PROBLEMS, **opti
 
 
 def scores_of(judge: Judge, solutions: Mapping[int, Sequence[str]]) -> Verdicts:
-    """Score solutions by problem number; other problems get their reference solutions."""
+    """Score solutions by problem number, and the reference solutions of other problems."""
     rows = []
     for entry in judge.dataset.problems:
         texts = solutions.get(int(entry["task_id"].partition("/")[2]), [reference(entry)])

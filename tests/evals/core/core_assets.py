@@ -77,14 +77,13 @@ def sentencepiece_model() -> bytes:
 
 
 def write_text_parts(folder: Path) -> None:
-    """Write the tokenizer of both models."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "tokenizer.model").write_bytes(sentencepiece_model())
     write_tokenizer(folder / "tokenizer.model", folder, 128)
 
 
 def write_laneformer(folder: Path, context: int = 128) -> Laneformer:
-    """Write a Laneformer folder as an export does, random weights so large that choices differ."""
+    """Write a Laneformer folder as an export does, with weights so large that choices differ."""
     config = LaneformerConfig(
         hidden_size=48,
         intermediate_size=88,
@@ -136,14 +135,12 @@ def write_llama(folder: Path, **config: Any) -> torch.nn.Module:
 
 
 def write_bundle(folder: Path, labels: list[str], root: str = "eval_data") -> Bundle:
-    """Write a bundle of the hand-made rows under the names of some tasks."""
     for label in labels:
         write_lines(folder / root / task(label).path, ROWS[task(label).type])
     return Bundle(folder)
 
 
 def score_one(scorer: Scorer, ids: Sequence[int], start: int) -> Scores:
-    """Scores of ids[start:] as an item of its own."""
     ((scores,),) = scorer.score([[Prompt(list(ids), start)]])
     return scores
 

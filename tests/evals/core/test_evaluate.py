@@ -39,7 +39,7 @@ LABELS = ["copa", "winograd", "coqa"]
 
 
 def check_answer(model: torch.nn.Module, scorer: Scorer, item: Item, answer: ItemAnswer) -> bool:
-    """Compare an answer with a float64 pass over each whole prompt; return whether it is right."""
+    """Compare an answer with a float64 pass over each whole prompt."""
     scores = [scores_of(model, *prompt) for prompt in item.prompts]
     right = answer["right"]
     losses = [-option.logprobs.mean() for option in scores]

@@ -23,7 +23,7 @@ CORE = (0.4334530946631591, 0.41524569073374634)
 
 
 def figures_of(accuracies: dict[str, float], error: float = 0.0) -> dict[str, dict[str, Any]]:
-    """Return what `aggregate` reads, as summarize_task would give it."""
+    """Make what `aggregate` reads, as `summarize_task` would."""
     chosen = {t.label: t for t in TASKS if t.label in accuracies}
     return {
         label: {f"centered_{v}": center_accuracy(t, accuracies[label], v) for v in VERSIONS}
@@ -71,7 +71,6 @@ def test_a_missing_task_leaves_no_core():
 
 
 def answers(right: dict[str, list[bool]]):
-    """Return answers of which only the group and whether they are right matter."""
     return [
         {"group": g, "right": r, "nats": 1.0, "bytes": 2}
         for g, group in right.items()

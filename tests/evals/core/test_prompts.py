@@ -59,7 +59,7 @@ def ask(
 
 
 def read(prompt: Prompt) -> tuple[str, str]:
-    """Context (without BOS) and answer, as text."""
+    """Return context (without BOS) and answer as text."""
     text = "".join(chr(i) for i in prompt.ids if i > 2)
     cut = sum(i > 2 for i in prompt.ids[: prompt.start])
     return text[:cut], text[cut:]

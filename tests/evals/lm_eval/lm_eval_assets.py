@@ -28,7 +28,7 @@ ESSAYS = [
 def write_tiny(
     folder: Path, context: int = CONTEXT, vocab_size: int = VOCAB_SIZE, **tokenizer: Any
 ) -> Path:
-    """Write an HF folder: tokenizer and random bf16 weights whose choices depend on the text."""
+    """Write a model folder with random bf16 weights whose choices depend on the text."""
     model = random_model(max_position_embeddings=context, vocab_size=vocab_size).bfloat16()
     write_folder(folder, model, bos_token_id=1, eos_token_id=2)
     (folder / "tokenizer.model").write_bytes(
@@ -39,7 +39,7 @@ def write_tiny(
 
 
 def write_configs(folder: Path, configs: Mapping[str, Mapping[str, Sequence[Any]]]) -> None:
-    """Write a data set as the hub stores it: rows by config and split, README.md with the names."""
+    """Write a data set as the hub stores it: rows by config and split, README.md."""
     header = ["---", "configs:"]
     for config, splits in configs.items():
         header += [f"- config_name: {config}", "  data_files:"]

@@ -265,7 +265,7 @@ def check_own_tasks(record, folder: Path, model):
 
 
 def answer_with(monkeypatch, text_after) -> list[str]:
-    """Make the engine's scorer answer `text_after(prompt)`; return the list of prompts."""
+    """Make the engine's scorer answer `text_after(prompt)`; return the prompts."""
     prompts: list[str] = []
 
     def generate(self, ids, *args, **sampling):
@@ -277,7 +277,7 @@ def answer_with(monkeypatch, text_after) -> list[str]:
 
 
 def ask_in_chat(hf_dir: Path, task: str, data: Path) -> tuple[dict[str, Any], list[bool | None]]:
-    """Return the record of two documents, and whether each answer was right."""
+    """Score two documents; return the record, and whether each answer was right."""
     questions = Questions(task, limit=2, chat_template=True, data=data)
     about = About(data / "out/evals.jsonl", 3)
     record = main(hf_dir, questions, Source(device="cpu", max_length=2048), about)

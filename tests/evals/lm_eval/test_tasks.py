@@ -31,7 +31,6 @@ PIECES = {"vocab_size": 4096, "split_digits": False}
 
 
 def write_pieces(folder: Path, **options) -> Path:
-    """Write a folder with only a tokenizer."""
     (folder / "tokenizer.model").write_bytes(sentencepiece_model(**options))
     write_tokenizer(folder / "tokenizer.model", folder, 4224)
     return folder
@@ -49,7 +48,6 @@ def data(tmp_path_factory):
 
 @pytest.fixture
 def one_document(monkeypatch):
-    """Make lm-eval build one document of each task and length."""
     # it makes 500, a minute's work
     from lm_eval.tasks import _yaml_loader
     from lm_eval.tasks.ruler import vt_utils
