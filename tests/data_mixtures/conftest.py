@@ -54,14 +54,17 @@ sums = 5
 def write_notes(folder: Path) -> None:
     """Write 60 files of random words, every fifth a copy, some with text like control tokens."""
     draw = random.Random(3)
+    # control tokens spelled out, and characters that need byte fallback
     line = "sun moon rain </s> <s> <unk> <0x0A> über 東京 return def 12 345\n"
     words = line.split(" ")
     folder.mkdir()
     for i in range(60):
         text = " ".join(draw.choice(words) for _ in range(draw.randint(60, 200)))
+        # an exact copy: dropped as a duplicate, whatever its file
         if i % 5 == 4:
             text = (folder / f"{i - 1}.txt").read_text(encoding="utf-8")
         (folder / f"{i}.txt").write_text(text, encoding="utf-8")
+    # not UTF-8: counted as dropped, with its reason
     (folder / "latin.txt").write_bytes("grüße ".encode("latin-1") * 50)
 
 
@@ -113,6 +116,7 @@ def code_blocks(page: str) -> list[tuple[str, str]]:
 def run_shell(script: str, folder: Path, **environment: str) -> str:
     """Run commands with the project's own on the path; return the output."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    # scripts of docs/ run in another folder, and must import this checkout
     environment = {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), **environment}
     line = ["bash", "-euc", script]
     process = subprocess.run(line, cwd=folder, env=environment, capture_output=True, text=True)
@@ -189,6 +193,7 @@ def write_counting(
     """Write `count` windows of tokens begin, begin + 1, ..., replacing an older source."""
     shutil.rmtree(folder / source, ignore_errors=True)
     (folder / source).mkdir()
+    # neighbouring windows share a token, so n windows have n * seq_len + 1
     tokens = (begin + np.arange(count * seq_len + 1)).astype(np.uint16)
     stride = per_shard * seq_len
     entries = []
@@ -214,6 +219,7 @@ def counting_data(tmp_path):
             write_counting(tmp_path, f"s{i}", count, i * 1000, seq_len, per_shard)
         for phase, shares in (("phase1", weights), ("phase2", phase2)):
             weight_of = {f"s{i}": share for i, share in enumerate(shares)}
+            # seed 5, which the reference of test_mixture assumes
             mixture.pin(tmp_path, phase, weight_of, 5, seq_len, cap)
         return tmp_path
 

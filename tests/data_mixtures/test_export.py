@@ -31,6 +31,7 @@ def test_a_dataset_has_the_sequences_in_their_order(export, counting_data, world
     ranks = [
         list(export.as_dataset(lock, 42, start=6, rank=rank, world=world)) for rank in range(world)
     ]
+    # one row of each rank in turn is the order of the trainer
     assert [row for turn in zip(*map(starts, ranks), strict=True) for row in turn] == expect_tokens(
         lock, 6, 36
     )
@@ -52,8 +53,10 @@ def test_a_node_resumes_anywhere_with_any_number_of_ranks(export, counting_data)
     for node in nodes:
         node.reset()
     read = starts(node.next() for _ in range(5) for node in nodes)
+    # a state counts global sequences, so every rank saves the same one
     states = [node.state_dict() for node in nodes]
     assert all(state == states[0] for state in states)
+    # one rank takes over from four, without a gap
     node = export.MixtureNode(lock)
     node.reset(states[0])
     assert read + starts(islice(node, 12)) == expect_tokens(lock, 0, 32)
@@ -61,6 +64,7 @@ def test_a_node_resumes_anywhere_with_any_number_of_ranks(export, counting_data)
     with pytest.raises(ValueError, match=r"the state is of another mixture than .*other.lock.json"):
         export.MixtureNode(data / "other.lock.json").reset(states[0])
 
+    # torchdata's own loader saves the state of its nodes
     loader, again = (
         Loader(Batcher(export.MixtureNode(lock), 4)) for _ in range(2)
     )  # torchdata's own

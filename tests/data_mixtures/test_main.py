@@ -57,6 +57,7 @@ def assert_refused(run, words: str, message: str) -> None:
 
 
 def test_stage_by_stage_is_what_prepare_does(run, folder):
+    # the files are compared whole: receipts, indexes, manifests and locks too
     printed = {name: run(name) for name in IN_A_ROW}
     assert files_of(folder / "out") == files_of(folder / "whole")
     assert "4 units of 2 sources" in printed["plan"]
@@ -80,6 +81,7 @@ def test_sources_can_go_through_one_after_the_other_and_be_freed(run, folder, mo
     )
     for name in ("plus", "mind"):
         run("fetch", "--sources", name)
+        # text may be freed only after `filter` has read all of it
         needed = rf"fetch of '{name}' is still needed: \d units are not through filter"
         assert_refused(run, f"free --stage fetch --sources {name}", needed)
         run("filter", "--sources", name)
@@ -88,6 +90,7 @@ def test_sources_can_go_through_one_after_the_other_and_be_freed(run, folder, mo
     path = folder / "hub.toml"
     text = (folder / "hub.toml").read_text()
     path.write_text(text.replace("[phase1]", "[filter]\nmin_chars = 70\n[phase1]"))
+    # a changed filter would need the freed text again
     freed = r"filter plus/unit-00000: .*was freed, and is needed again; remove .*fetch/plus"
     assert_refused(run, "filter", freed)
     path.write_text(text)
@@ -98,6 +101,7 @@ def test_sources_can_go_through_one_after_the_other_and_be_freed(run, folder, mo
     )
     assert "2 units done" in run("runs")
     run(*free_plus.split())
+    # mind has one unit, which is its own run: `shuffle` reads it
     needed = r"mind/unit-00000 has not been through 'order'"
     assert_refused(run, "free --stage tokenize --sources mind", needed)
     run("shuffle")
@@ -120,6 +124,7 @@ def test_verify_finds_a_flipped_bit_and_its_commands_restore_the_bytes(run, fold
     flip(path)
     with pytest.raises(ValueError, match=r"1 damaged, named above") as caught:
         run("verify", out="whole")
+    # the message ends with the commands, one to a line
     first, again = (line.strip() for line in str(caught.value).splitlines()[1:])
     assert str(path) in first
     script = f"{first}\n{again} --mirror {folder}/mirror --workers 1"
@@ -133,6 +138,7 @@ def test_every_file_between_stages_is_compared_with_what_was_written(run, folder
     # the next start mends a flipped bit to the same bytes; files behind tokenize: test_shuffle
     out = folder / "whole"
     whole = files_of(out)
+    # without its output `tokenize` must read the filtered unit again
     shutil.rmtree(out / "tokenize/plus")
     (damaged,) = (out / "filter/plus/unit-00000").glob("*.parquet")
     flip(damaged)

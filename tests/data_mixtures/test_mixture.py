@@ -15,12 +15,14 @@ from tests.data_mixtures.conftest import write_counting
 def reference(mix, g, weights, windows, offsets, seed=5, per_shard=8):
     """Return source and window of global sequence g, straight from the definition."""
     places, _ = order.pattern(weights)
+    # a block has as many places as the weights sum to
     total = sum(weights)
     source = int(places[g % total])
     rank = int((places[: g % total] == source).sum())
     item = offsets[source] + (g // total) * weights[source] + rank
     epoch, window = divmod(item, windows[source])
     name = mix.source_names[source]
+    # from the second epoch on the whole source is permuted, not shard by shard
     if epoch:
         return source, order.permute(window, windows[source], order.round_keys(seed, name, epoch))
     shard, place = divmod(window, per_shard)
@@ -44,6 +46,7 @@ def test_sequences_follow_the_definition(counting_data, offsets):
     assert sources.tolist() == [source for source, _ in expected]
     starts = [source * 1000 + window * 4 for source, window in expected]
     assert np.array_equal(tokens, np.array(starts)[:, None] + np.arange(5))
+    # guards the test itself: offsets that changed nothing would prove nothing
     plain = [reference(mix, g, weights, windows, (0, 0, 0)) for g in range(60)]
     assert any(offsets) == (expected != plain), "the offsets are seen"
 
@@ -51,6 +54,7 @@ def test_sequences_follow_the_definition(counting_data, offsets):
 def test_epoch_cap_is_an_error_that_names_the_source(counting_data):
     # s1: 23 windows at weight 3 of 10 is the first to end
     mix = Mixture.open(counting_data(cap=2) / "phase1.lock.json")
+    # 2 epochs are 46 windows, 3 of them in every block of 10
     last = 10 * (46 // 3)
     mix.check_epochs(last)
     mix.sequences(last - 1, 1)
@@ -109,6 +113,7 @@ def older_format(data: Path) -> None:
 )
 def test_wrong_data_is_a_clear_error(counting_data, damage, message):
     data = counting_data()
+    # undamaged data opens, so the error below is the damage's
     Mixture.open(data / "phase1.lock.json")
     damage(data)
     with pytest.raises(ValueError, match=message):
@@ -141,6 +146,7 @@ def test_more_of_a_source_continues_only_where_nothing_that_was_read_changed(
 ):
     data = counting_data(windows=(windows, 23, 9))
     files = Mixture.open(data / "phase1.lock.json").read_files("s0", read)
+    # the same tokens in the same shards, as far as they reach
     write_counting(data, "s0", now, 0)
     after = Mixture.open(pin(data, "more", {"s0": 6, "s1": 3, "s2": 1}, 5, 4, 3))
     if unchanged == read:
@@ -154,6 +160,7 @@ def test_more_of_a_source_continues_only_where_nothing_that_was_read_changed(
         ValueError, match=rf"0 of these lie in files that are unchanged, {read} in others"
     ):
         after.check_continues("s0", read, None)
+    # another seed reads the same files in another order: nothing continues
     seed = Mixture.open(pin(data, "seed", {"s0": 6, "s1": 3, "s2": 1}, 6, 4, 3))
     with pytest.raises(ValueError, match="0 of these lie in files that are unchanged"):
         seed.check_continues("s0", read, files)

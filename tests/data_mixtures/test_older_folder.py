@@ -23,6 +23,7 @@ def test_a_folder_of_older_code_is_read_and_prepared_further(tmp_path):
         archive.extractall(tmp_path, filter="data")
     out = tmp_path / "out"
     lock = tmp_path / "out/phase1.lock.json"
+    # published token files, which newer code must neither change nor write again
     files = sorted((out / "lines").glob("*.bin"))
     before = [path.read_bytes() for path in files]
     tokens, _ = mixture.Mixture.open(lock).sequences(0, 100)
@@ -33,6 +34,7 @@ def test_a_folder_of_older_code_is_read_and_prepared_further(tmp_path):
     units = dict(re.findall(r"^(\w+) +(\d+) units done", console.export_text(), re.MULTILINE))
     # fetch runs again because the input has another path; the text is the same
     assert int(units.pop("fetch")) == 1
+    # a stage whose format was raised since may make its units again
     same = [name for name in STAGES if stage.FORMATS[name] == 1]
     assert {name: units[name] for name in same} == dict.fromkeys(same, "0")
     assert [path.read_bytes() for path in files] == before

@@ -14,6 +14,7 @@ WEIGHTS = st.lists(st.integers(0, 400), min_size=1, max_size=30).filter(any)
 def worst_deviation(places, weights):
     """Return the largest |served - due| in sequences, over all sources and prefixes."""
     total = sum(weights)
+    # prefix sums by source: (places, sources)
     served = np.cumsum(places[:, None] == np.arange(len(weights)), axis=0)
     due = np.arange(1, total + 1)[:, None] * np.asarray(weights)
     return np.abs(served * total - due).max() / total
@@ -42,6 +43,7 @@ def read_strides(windows, begin=0):
 @given(st.integers(1, 4000), st.integers(0, 2**63 - 1), st.integers(1, 200))
 def test_epoch_0_reads_each_window_once_and_those_of_a_document_far_apart(windows, seed, apart):
     windows_in_order = read_strides(windows, order.begin(seed, "web", "shard-00000.bin", windows))
+    # the inverse: at which read a window comes
     place = np.empty(windows, dtype=np.int64)
     place[windows_in_order] = np.arange(windows)
     assert np.array_equal(np.sort(windows_in_order), np.arange(windows))

@@ -103,9 +103,11 @@ def test_the_shortest_recipe_makes_a_mixture(folder):
     assert (manifest["read"], manifest["kept"], manifest["category"]) == (80, 80, "other")
     # 80 documents, at 1 % held out, do not fill a window
     assert manifest["valid"]["windows"] == 0
+    # a local Parquet file is linked, not copied
     raw = folder / "out/fetch/yours/unit-00000/raw.parquet"
     assert os.path.samefile(raw, list_planned(folder, "yours")[0])
     origins = origins_of(folder, "yours", 1)
+    # which file comes first depends on hashes of names
     number = origins[0]["file"][-9]
     place = {"file": f"file://{folder}/b/{number}.parquet", "url": f"https://x/{number}/7"}
     assert origins[7] == {**place, "row": 7}
@@ -118,6 +120,7 @@ def write_awkward_lines(path: Path) -> None:
     """Write JSON lines with varied ends, each with the number of its line."""
     with path.open("wb") as lines:
         for number, text in enumerate(write_text(20, 60, 90) + write_text(20, 3, 90)):
+            # CRLF, blank lines, and lines that are no JSON or no UTF-8 between documents
             end = (b"\n", b"\r\n", b"\n\n", b"\n  \n", b"\nno json\n", b"\n\xff\n")[number % 6]
             lines.write(json.dumps({"content": text, "url": f'"row":{number}'}).encode() + end)
         # no newline at its end
@@ -139,6 +142,7 @@ def test_large_files_are_split_into_units_and_nothing_else_changes(folder, monke
     results = {}
     units = {}
     # byte ranges of JSON lines, row groups of Parquet: shards and origins do not depend on the size
+    # one unit a file, then several, then many
     for size in (1 << 26, 3000, 700):
         monkeypatch.setattr(plan, "UNIT_BYTES", size)
         run(folder, recipe, f"out-{size}")
@@ -155,6 +159,7 @@ def test_large_files_are_split_into_units_and_nothing_else_changes(folder, monke
     assert results[1 << 26] == results[3000] == results[700]
     assert units[1 << 26] == [1, 3]
     assert min(units[3000]) >= 10
+    # an origin's row is the line of the whole file, not of its byte range
     origins = itertools.chain.from_iterable(results[700][1])
     rows = [json.loads(row) for row in origins if "corpus/all.jsonl" in row]
     lines = (folder / "corpus/all.jsonl").read_bytes().split(b"\n")
@@ -188,6 +193,7 @@ def test_names_that_read_as_patterns_are_names_in_a_recipe(folder):
     place = folder / "a [b]*"
     place.mkdir()
     write_json_lines(place / "br[ack]et.JSONL", write_text(5, 30))
+    # a benchmark file, found by its pattern below
     write_json_lines(place / "items.jsonl", ["nothing of it"])
     (folder / "tokenizer.json").rename(place / "tokenizer.json")
     line = JSONL.replace("corpus/*.jsonl.gz", "br[ack]et.JSONL")
@@ -219,6 +225,7 @@ def test_a_missing_field_or_column_is_named_before_anything_is_read(folder):
 
 def test_too_much_that_cannot_be_read_stops_the_run(folder):
     (folder / "texts").mkdir()
+    # every third file is UTF-16, which is not read
     for number in range(30):
         encoding = "utf-16" if number % 3 == 0 else "utf-8"
         (folder / f"texts/{number}.txt").write_bytes(write_text(number, 1)[0].encode(encoding))
@@ -228,6 +235,7 @@ def test_too_much_that_cannot_be_read_stops_the_run(folder):
         run(folder, text)
     run(folder, text.replace("seq_len", "max_dropped_share = 0.6\nseq_len"))
     assert shards.read_manifest(folder / "out/s0")["dropped"]["not_utf8"] == 10
+    # a third of the rows are not UTF-8, which only `filter` sees
     broken = [
         passage.encode() + b"\xfc" * (n % 3 == 0) for n, passage in enumerate(write_text(1, 30))
     ]
@@ -243,6 +251,7 @@ def test_a_truncated_file_counts_whole(folder):
     for number in range(30):
         write_json_lines(folder / f"corpus/{number}.jsonl.gz", write_text(100 + number, 6))
     victim = folder / "corpus/7.jsonl.gz"
+    # gzip's checksum and length are cut off: no document of the file is trusted
     victim.write_bytes(victim.read_bytes()[:-9])
     sizes = [path.stat().st_size for path in folder.glob("corpus/*.gz")]
     share = victim.stat().st_size / sum(sizes)
@@ -282,6 +291,7 @@ def test_parquet_in_a_bucket_is_split_as_on_a_disk(folder, s3, monkeypatch):
     pq.write_table(table, folder / "b/large.parquet", row_group_size=7)
     s3.put(str(folder / "b/large.parquet"), "bucket/b/large.parquet")
     monkeypatch.setattr(plan, "UNIT_BYTES", 3000)
+    # the bytes of shards do not say where the Parquet lay
     content = set()
     for name, place in (("disk", "b"), ("store", "s3://bucket/b")):
         run(folder, own(PARQUET.replace("b/*", f"{place}/large*")), name)
@@ -299,6 +309,7 @@ def blocks(language: str) -> list[str]:
 
 def test_the_page_shows_recipes_that_load(tmp_path):
     whole, inputs, hub, tokenizer = blocks("toml")
+    # the page promises a recipe of a dozen lines
     assert len(whole.splitlines()) <= 12
     tables = [f"[sources.s{n}]\n{line}\n" for n, line in enumerate(inputs.splitlines())]
     names = [*(f"s{n}" for n in range(len(tables))), "web"]
@@ -319,6 +330,7 @@ def test_the_page_from_files_to_steps(folder):
     (folder / "notes/deep").mkdir(parents=True)
     for number in range(3):
         (folder / f"notes/deep/{number}.md").write_text(write_text(60 + number, 1, 200)[0])
+    # the page's commands name job files of the repository
     (folder / "configs").symlink_to(ROOT / "configs")
     whole, *_ = blocks("toml")
     (folder / "own.toml").write_text(whole)

@@ -29,6 +29,7 @@ def test_each_item_went_where_the_least_room_was(lengths):
 
 @given(st.lists(st.integers(2, 5 * SIZE), max_size=40))
 def test_documents_are_whole_where_they_fit_and_each_token_is_a_label_once(lengths):
+    # a document's first token names it: 1 + 1000 n
     documents = [1 + np.arange(size, dtype=np.uint16) + 1000 * n for n, size in enumerate(lengths)]
     stream = np.concatenate([np.empty(0, np.uint16), *documents])
     packed = best_fit(stream, np.array(lengths, np.int64), np.arange(len(lengths)), SIZE, seed=3)
@@ -51,10 +52,12 @@ def test_documents_are_whole_where_they_fit_and_each_token_is_a_label_once(lengt
             and places[0] // SIZE == (places[0] + len(document) - 1) // SIZE
         )
         assert whole == (lengths[n] <= SIZE)
+        # one mark inside of a document's first window: its own beginning
         inside = (begins >= places[0]) & (begins < places[0] + min(len(document), SIZE))
         assert begins[inside].tolist() == places.tolist(), "padding and other documents are apart"
     assert [
         int(t) // 1000 for t in packed.tokens[(packed.tokens % 1000 == 1)]
     ] == packed.order.tolist()
+    # a document of several windows repeats one token at each cut
     used = sum(size + max(-(-(size - 1) // (SIZE - 1)) - 1, 0) for size in lengths)
     assert packed.padding == count * SIZE - used == int((packed.tokens[: count * SIZE] == 0).sum())

@@ -48,6 +48,7 @@ def test_the_loop_has_all_sources_and_all_stages():
     # the recipe has none
     looped = [name for name in pipeline.TO_SHARDS if name != "dedup"]
     assert [name for name, _ in stages if name != "free"] == [*looped, "manifest", "verify"]
+    # the loop frees each stage's files once the next stage has read them
     freed = [freed for name, freed in stages if name == "free"]
     assert freed == list(pipeline.READERS)
 
@@ -62,6 +63,7 @@ def test_the_commands_prepare_both_phases_and_free_what_is_read(tmp_path, monkey
                 first + 300 * number,
                 300,
             )
+    # the commit that sources.toml pins
     monkeypatch.setattr(fake_hub, "COMMIT", "229a2e7" + "1" * 33)
     recipes = tmp_path / "data_mixtures"
     recipes.mkdir()

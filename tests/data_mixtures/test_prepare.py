@@ -41,6 +41,7 @@ def test_a_source_can_hold_nothing_out(recipe_path, tmp_path):
     assert manifest["valid"]["windows"] == 0
     assert shards.read_manifest(data / "sums")["valid_per_10000"] == 1000
     indexes = [shards.read_documents(path)[0] for path in (data / "notes").glob("*.docs.zst")]
+    # documents that the recipe's default would hold out are in training
     assert any((ids < HELD_OUT).any() for ids in indexes)
     assert valid_windows(data, "notes").shape == (0, 33)
     assert not verify.verify(data, ("notes", "sums"), Console(quiet=True), workers=1)
@@ -83,6 +84,7 @@ def test_other_data_does_not_replace_what_a_lock_pins_unasked(tiny_copy, tmp_pat
         assert {**files_of(data), "plan.json": before["plan.json"]} == before, "nothing was done"
     (tmp_path / "notes/more.txt").write_text("One more document, which grows the source. " * 9)
     prepare_folder(path, data, replace=True)
+    # units of the older plan must not stay: a new folder has the same files
     prepare_folder(path, tmp_path / "fresh")
     after = files_of(data)
     fresh = files_of(tmp_path / "fresh")
@@ -140,6 +142,7 @@ def test_what_is_missing_is_named_before_anything_is_done(recipe_path, tmp_path)
 
 
 def test_ids_come_from_the_model(tmp_path):
+    # T5's convention: no <s>, and ids in another order
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(["some words"] * 9),
         model_prefix=str(tmp_path / "t5"),

@@ -25,6 +25,7 @@ def category_sums(plan: recipe.Recipe, phase: str) -> dict[str, int]:
 @pytest.mark.parametrize("name", ["demo", "nemotron", "nemotron-code"])
 def test_shipped_recipes_have_the_published_shares(name):
     plan = recipe_file.load(FOLDER / f"{name}.toml")
+    # basis points; phase 2 as published sums to 100.02 %
     for phase, total in (("phase1", 10_000), ("phase2", 10_002)):
         sums = category_sums(plan, phase)
         assert sums == {
@@ -52,12 +53,14 @@ def test_long_windows_have_three_fifths_of_phase_2_and_long_documents_by_length(
     long, short = (recipe_file.load(FOLDER / f"nemotron{profile}.toml") for profile in ("-64k", ""))
     overrides = ("seq_len", "packing", "windows_per_shard", "seed", "sources", "phases", "keep")
     assert replace(long, **{key: getattr(short, key) for key in overrides}) == short
+    # shards of both have as many tokens
     assert long.seq_len * long.windows_per_shard == short.seq_len * short.windows_per_shard
     (weights,) = long.phases.values()
     of_phase_2 = {name: weight for name, weight in short.phases["phase2"].items() if weight}
     buckets = {name: weight for name, weight in weights.items() if name not in of_phase_2}
     assert weights == weights | of_phase_2
     assert sum(of_phase_2.values()) / sum(weights.values()) == 0.6
+    # the other two fifths go to documents by length, a third to each bucket
     for size in ("8k", "16k", "32k"):
         share = sum(weight for name, weight in buckets.items() if name.endswith(f"-{size}"))
         assert share == pytest.approx(sum(buckets.values()) / 3, abs=1)

@@ -66,6 +66,7 @@ def test_every_document_of_a_window_is_named(run, lock, prepared_data):
     # also documents longer than a window, from another shard, or at a window's first token
     opened = Mixture.open(lock)
     pieces = tokenizer.load(shards.tokenizer_path(prepared_data))
+    # the reference: documents and their places, read without `show`
     of_sources = {name: documents_of(prepared_data / name) for name in ("web", "code")}
     windows = [
         window
@@ -86,6 +87,7 @@ def test_every_document_of_a_window_is_named(run, lock, prepared_data):
             for begin, length, name in of_sources[window["source"]]
             if begin < end and begin + length > first
         ]
+        # where a document begins in its source: it may be in an earlier window
         begins = [first + part["begins"] - part.get("before", 0) for part in parts]
         assert [
             (part["begins"], begin, part["document_tokens"], part["id"])
@@ -109,6 +111,7 @@ def test_text_says_where_a_sequence_and_its_documents_lie(run, lock):
         assert f"document {part['id']}, tokens {part.get('before', 0):,} to " in text
         assert part["text"] in text
     assert run(lock, "--step", 3, "--global-batch", 4, "--sequence", 3) == text
+    # far beyond the first epoch of these small sources
     assert run(lock, "--sequence", 3 * 10**3, "--json")[0]["epoch"] >= 1
 
 

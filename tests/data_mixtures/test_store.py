@@ -54,6 +54,7 @@ def test_a_bucket_holds_the_files_of_a_folder(recipe, s3, monkeypatch):
     def record(self, folder: Path) -> None:
         push(self, folder)
         suffixes_here.update(path.suffix for path in folder.iterdir())
+        # somebody else writes into the same folder meanwhile
         s3.pipe("bucket/data/theirs.txt", b"of somebody else, meanwhile")
 
     with monkeypatch.context() as patch:
@@ -71,10 +72,12 @@ def test_a_bucket_holds_the_files_of_a_folder(recipe, s3, monkeypatch):
     assert printed.count(" 0 units done") == 5
     assert read_stored(s3) == expected
 
+    # a published file is lost, and its unit was freed when it moved there
     s3.rm("bucket/data/notes/shard-00001.bin")
     lacks = r"s3://bucket/data/notes lacks files of notes/unit-00001; start again"
     with pytest.raises(ValueError, match=lacks):
         prepare_folder(recipe, OUT)
+    # other bytes in an intermediate file, which a unit of shuffle must read again
     s3.pipe("bucket/data/tokenize/sums/unit-00000/tokens.bin", b"another")
     s3.rm("bucket/data/shuffle/sums/unit-00002/receipt.json")
     with pytest.raises(ValueError, match=r"tokens.bin is not what 'tokenize' wrote"):

@@ -46,6 +46,7 @@ def check(
     """Compare ids and lengths with one call of sentencepiece per text."""
     encoder = encoder or open_once(processor)
     tokens, lengths = encoder.encode(texts)
+    # BOS 1 and EOS 2 are the ids that `train` gives
     expected = [[1, *processor.encode(text), 2] for text in texts]
     assert all(map(encoder.is_exact, texts))
     assert np.array_equal(encoder.encode(texts, fast=False)[0], tokens)
@@ -69,6 +70,7 @@ def test_any_text(processor, text):
 @pytest.mark.job
 def test_real_text_and_long_documents(processor):
     draw = random.Random(1)
+    # a line longer than what the check of a sample compares (_COMPARED_CHARS)
     line = "".join(draw.choice("abcdef 0123456789") for _ in range(1_100_000))
     check(processor, [*TEXTS, "\n".join(TEXTS), line, "x" * 50_000, " " * 5000, "\n" * 5000])
     assert make_tokenizer(processor).fast is not None

@@ -47,6 +47,7 @@ def test_text_is_text_and_comes_back(llama_3, text):
     assert [encoder.decode(ids) for ids in documents] == texts
     plain = Tokenizer.from_file(str(llama_3))
     plain.no_truncation()
+    # the plain tokenizer finds special tokens in text, ours must not
     if not any(name in text for name in LLAMA_3):
         assert documents[0][1:-1].tolist() == plain.encode(text, add_special_tokens=False).ids
 
@@ -167,12 +168,14 @@ def test_a_unit_whose_sample_differs_is_encoded_by_the_library(tmp_path, monkeyp
         shards.tokenizer_path(tmp_path), tuple(tokenize._hashes(tmp_path))
     )
     right = encoder.fast
+    # the planted encoder is wrong for one text that the sample holds
     end = compared[-1][-20:]
     monkeypatch.setattr(
         encoder,
         "fast",
         lambda texts: right([bytes_of(text).replace(end.encode(), b"x") for text in texts]),
     )
+    # one difference, and the whole unit goes through the library
     assert work_in(work, tmp_path / "wrong")["slow"] == 300
     for name in tokenize.SLICED:
         assert (tmp_path / "right" / name).read_bytes() == (tmp_path / "wrong" / name).read_bytes()
@@ -203,6 +206,7 @@ def test_a_tokenizer_json_is_brought_along_with_its_names(tmp_path):
     assert (out / "tokenizer.json").read_bytes() == path.read_bytes()
     config = {"bos_token": LLAMA_3[0], "eos_token": "<|eot_id|>", "more": 1}
     assert json.loads((out / "tokenizer_config.json").read_text()) == config
+    # a trained model beside a left-over tokenizer.json would never be read
     trained = make_recipe(texts, recipe.TokenizerTraining(300, 20_000, 0.999))
     with pytest.raises(ValueError, match=r"out/tokenizer.json is not this recipe's, and"):
         tokenize.make_tokenizer(trained, out)

@@ -42,6 +42,7 @@ def test_one_flipped_bit_fails_every_window_of_its_block_and_no_other(small_bloc
     files = WindowFiles([(path, entry)], SEQ_LEN)
     bad = byte // BLOCK
     for window in range(WINDOWS):
+        # 2 bytes a token; a window may touch two blocks
         first = 2 * window * SEQ_LEN // BLOCK
         last = (2 * (window + 1) * SEQ_LEN + 1) // BLOCK
         if first <= bad <= last:
@@ -56,6 +57,7 @@ def test_one_flipped_bit_fails_every_window_of_its_block_and_no_other(small_bloc
 def test_a_file_that_shrinks_or_goes_is_an_error_not_a_crash(small_blocks, tmp_path):
     (short, entry), gone = write(tmp_path / "short"), write(tmp_path / "gone")
     files = WindowFiles([(short, entry), gone], SEQ_LEN)
+    # the second block of 64 bytes is cut; the first is whole
     os.truncate(short, 100)
     os.unlink(gone[0])
     assert read_window(files, 0)[0] == 0

@@ -137,6 +137,7 @@ def test_the_command_on_real_held_out_text(prepared_data, tmp_path, monkeypatch)
 def test_a_model_with_another_tokenizer_is_refused(prepared_data, tmp_path):
     content = json.loads(tokenizer_from_sentencepiece(prepared_data / "tokenizer.model").to_str())
     vocab = content["model"]["vocab"]
+    # two pieces of unequal length, so that the counts of bytes differ
     a, b = [piece for piece, id_ in vocab.items() if id_ in (300, 450)]
     assert len(a) != len(b)
     vocab[a], vocab[b] = vocab[b], vocab[a]

@@ -41,6 +41,7 @@ def test_every_evaluation_is_a_command():
     for name in FIELDS:
         assert read_command(name)[0] == f"evals.{name}"
         assert read_command(name)[1].kind == name
+    # every module that declares a command must have its fields
     sources = [path.read_text() for path in (ROOT / "evals").rglob("*.py")]
     declared = sum("COMMAND = EvalCommand(" in source for source in sources)
     # a command without its fields in records/evals.toml

@@ -141,6 +141,7 @@ def test_runs_checkpoints_and_phases_are_compared_by_name(tmp_path):
     assert change(f"{run}@phase1", f"{run}@phase2") == -1
     assert change(run, other) == 1
     (tmp_path / "w").mkdir()
+    # a run whose records lie in a folder of its phase
     (tmp_path / "w" / "phase1").symlink_to(tmp_path / "y")
     # records of a phase's folder
     assert change(run, str(tmp_path / "w")) == 1

@@ -36,6 +36,7 @@ def data(tmp_path):
         )
     out = tmp_path / "data"
     source(out, "web", {"quiz": {"documents": 7, "items": 3}})
+    # 3 + 3 hits on 5 items: some were found in both sources
     source(out, "code", {"quiz": {"documents": 1, "items": 3}})
     make_index({name: str(tmp_path / f"{name}.jsonl") for name in ("quiz", "other")}, out)
     return out

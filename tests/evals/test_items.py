@@ -60,6 +60,7 @@ def test_half_a_window_left_by_a_crash_is_asked_again(tmp_path):
     first = open_partial(tmp_path / "evals.jsonl", "core", "model")
     assert first.path is not None
     assert first.complete("copa", range(4), answer, together=2) == [0, 1 / 3, 2 / 3, 1.0]
+    # the second write was cut, as by a crash in the middle of it
     lines = first.path.read_text().splitlines()
     first.path.write_text(f"{lines[0]}\n{lines[1][:20]}")
     answered.clear()

@@ -52,6 +52,7 @@ UNGREEDY = {
 def test_both_backends_generate_the_models_own_tokens(folder, tmp_path):
     # whatever generation_config.json states
     model = write_laneformer(tmp_path / "hf")
+    # sampling, penalties and beams that would change greedy tokens
     (tmp_path / "hf/generation_config.json").write_text(json.dumps({"eos_token_id": 2, **UNGREEDY}))
     for kind in ("engine", "transformers"):
         scorer = open_scorer(tmp_path / "hf", Source(kind, "cpu"))

@@ -37,7 +37,7 @@ CPU = Source(device="cpu")
 THROUGH_TRANSFORMERS = Source("transformers", "cpu")
 
 
-class Written(NamedTuple):
+class ModelFolder(NamedTuple):
     """A model folder, and the model that it holds."""
 
     folder: Path
@@ -53,7 +53,7 @@ def models(tmp_path_factory):
         ("llama", write_llama, {}),
         ("mistral", write_llama, {"sliding_window": 8}),
     ):
-        written[name] = Written(folder / name, write(folder / name, **options))
+        written[name] = ModelFolder(folder / name, write(folder / name, **options))
     return written
 
 
@@ -75,6 +75,7 @@ def check_scores(model: torch.nn.Module, prompt: Prompt, scores: Scores):
     exact = scores_of(model, *prompt)
     assert (scores.logprobs.dtype, scores.greedy.dtype) == (np.float64, bool)
     assert scores.logprobs.shape == scores.greedy.shape == (len(prompt.ids) - prompt.start,)
+    # float64 is the truth; what is allowed is float32's own rounding on this model
     assert np.abs(scores.logprobs - exact.logprobs).max() <= float32_error(model, prompt), prompt
     np.testing.assert_array_equal(scores.greedy, exact.greedy)
 
@@ -185,6 +186,7 @@ def test_both_backends_score_a_rolling_text_alike(models):
 
 def test_a_server_says_what_the_engine_says(models):
     folder = models["laneformer"].folder
+    # keys and values in fp32, as the scorer has them on the CPU
     server = start(folder, engine={"dtype": "fp32", "kv_dtype": "fp32"})
     # a server's context is a token shorter, as it adds one to what it scores
     ours = open_scorer(folder, Source("engine", "cpu", max_length=127))

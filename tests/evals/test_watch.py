@@ -38,7 +38,7 @@ def save(run: Path, step: int) -> Path:
     return folder
 
 
-class Played(Watcher):
+class FakeWatcher(Watcher):
     """Watcher whose exports do nothing and whose commands write a record.
 
     first: called before each command, as (watcher, step, words); a returned status ends it there.
@@ -73,8 +73,9 @@ def test_wanted_steps_in_order_the_last_one_too(tmp_path, monkeypatch):
     for step in (1, 5, 10, 20, 35):
         save(tmp_path, step)
     damaged = save(tmp_path, 30)
+    # .metadata is there, a data file is not: incomplete
     next(damaged.glob("*.distcp")).unlink()
-    watcher = Played(tmp_path)
+    watcher = FakeWatcher(tmp_path)
     record_counts = []
     monkeypatch.setattr(
         watcher.trackers, "give", lambda records: record_counts.append(len(records))
@@ -85,7 +86,7 @@ def test_wanted_steps_in_order_the_last_one_too(tmp_path, monkeypatch):
     assert record_counts == [0, 1, 2, 3, 4]
     late = tmp_path / "late"
     shutil.copytree(tmp_path / "checkpoint", late / "checkpoint")
-    Played(late, newest_first=True).look_once()
+    FakeWatcher(late, newest_first=True).look_once()
     assert read_evaluated(late) == speed_at(35, 20, 10, 1)
 
 
@@ -102,15 +103,15 @@ def test_a_failure_is_reported_and_left_for_the_next_start(tmp_path, reason):
 
     for step in (10, 20):
         save(tmp_path, step)
-    assert Played(tmp_path, break_step_10).look_once() == 1
+    assert FakeWatcher(tmp_path, break_step_10).look_once() == 1
     # later checkpoints are evaluated all the same
     assert read_evaluated(tmp_path) == speed_at(20)
     assert reason in (tmp_path / "events.jsonl").read_text()
-    assert Played(tmp_path).look_once() == 0
+    assert FakeWatcher(tmp_path).look_once() == 0
     assert read_evaluated(tmp_path) == speed_at(20, 10)
 
 
-class Dying:
+class DyingCommand:
     """Commands that do half of their work, die `deaths` times and resume; then the run is done."""
 
     def __init__(self, deaths):
@@ -134,8 +135,8 @@ class Dying:
 def test_a_command_that_dies_goes_on_where_it_was(tmp_path, monkeypatch):
     monkeypatch.setattr(watch, "RETRY_AFTER_S", (0.0, 0.01))
     save(tmp_path, 10)
-    dying = Dying(2)
-    assert Played(tmp_path, dying).watch(once=False, every_s=0.01) == 0
+    dying = DyingCommand(2)
+    assert FakeWatcher(tmp_path, dying).watch(once=False, every_s=0.01) == 0
     assert (dying.runs, read_evaluated(tmp_path)) == (3, speed_at(10))
     assert not (tmp_path / ".evals-watch").exists()
 
@@ -143,8 +144,8 @@ def test_a_command_that_dies_goes_on_where_it_was(tmp_path, monkeypatch):
 def test_a_command_is_given_up_after_its_retries(tmp_path, monkeypatch):
     monkeypatch.setattr(watch, "RETRY_AFTER_S", (0.0, 0.0))
     folder = save(tmp_path, 10)
-    dying = Dying(99)
-    watcher = Played(tmp_path, dying)
+    dying = DyingCommand(99)
+    watcher = FakeWatcher(tmp_path, dying)
     while work := watcher.next_work():
         watcher.evaluate(work)
     assert dying.runs == 3
@@ -158,10 +159,11 @@ def test_a_command_is_given_up_after_its_retries(tmp_path, monkeypatch):
 
 def test_a_step_that_was_trained_again_is_evaluated_again(tmp_path):
     folder = save(tmp_path, 10)
-    Played(tmp_path).look_once()
+    FakeWatcher(tmp_path).look_once()
+    # saved again later: the record of the first save does not count
     os.utime(folder / ".metadata", (2e9, 2e9))
     for _ in range(2):
-        Played(tmp_path).look_once()
+        FakeWatcher(tmp_path).look_once()
     assert read_evaluated(tmp_path) == speed_at(10, 10)
 
 
@@ -174,7 +176,7 @@ def test_a_checkpoint_deleted_meanwhile_is_skipped_and_reported(tmp_path):
 
     for step in (10, 20, 35):
         save(tmp_path, step)
-    assert Played(tmp_path, delete_all_but_the_last).look_once() == 0
+    assert FakeWatcher(tmp_path, delete_all_but_the_last).look_once() == 0
     assert read_evaluated(tmp_path) == speed_at(35)
     events = [(event["kind"], event["step"]) for event in read_lines(tmp_path / "events.jsonl")]
     assert events == [("evaluation_skipped", 10), ("evaluation_skipped", 20)]
@@ -199,7 +201,7 @@ def test_a_command_that_a_killed_watcher_left_is_waited_for(tmp_path):
             # not what the orphan wrote
             assert not out.exists()
 
-    assert Played(tmp_path, end_orphan).look_once() == 0
+    assert FakeWatcher(tmp_path, end_orphan).look_once() == 0
     assert (ended, read_evaluated(tmp_path)) == ([True], speed_at(10))
 
 

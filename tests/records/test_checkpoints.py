@@ -72,6 +72,7 @@ def test_one_that_is_deleted_meanwhile_is_not_complete(folder, monkeypatch):
     # The watcher of evaluations looks while the job deletes: once a FileNotFoundError ended it.
     path = folder / "step-10"
     stat = Path.stat
+    # a second file, which is gone when its turn comes
     (path / "__1_0.distcp").write_bytes(b"")
 
     def then_deleted(self, **options):
@@ -136,6 +137,7 @@ def test_a_flipped_bit_in_the_index_never_crashes_the_start(tmp_path):
 
     used = [read_with_a_flipped_bit() for _ in range(400)]
     assert set(used) == {newest, older}
+    # most flips in the index break it; some change nothing that is read
     assert used.count(older) > 40
     index.write_bytes(good)
     write_checksums(newest)

@@ -29,6 +29,7 @@ def add(path: Path | None, **figures: Any) -> dict[str, Any]:
 
 
 def test_records_are_appended_with_provenance(tmp_path, monkeypatch):
+    # as if the process had started 1.5 s ago
     monkeypatch.setattr(evals, "BEGAN", time.perf_counter() - 1.5)
     path = tmp_path / "runs" / "evals.jsonl"
     first = add(path, score=0.5)

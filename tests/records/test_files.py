@@ -113,6 +113,7 @@ def test_lines_wait_in_memory_until_there_is_room(tmp_path, caplog):
     path = tmp_path / "rows.jsonl"
     assert append_or_keep(path, "first")
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    # files of at most 10 bytes: writes beyond it are cut, as on a full disk
     resource.setrlimit(resource.RLIMIT_FSIZE, (10, hard))
     try:
         assert not append_or_keep(path, "second, which is longer")

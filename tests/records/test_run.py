@@ -90,20 +90,18 @@ TOKENS_A_STEP = 100
 def histories(
     draw: st.DrawFn,
 ) -> tuple[list[dict[str, Any]], dict[tuple[str, int], int], list[tuple[int, int]]]:
-    """(rows in the order of writing, starts, (step, attempt) of the rows that count), made by playing a job.
-
-    Each attempt begins behind a checkpoint that some attempt has reached, and logs every so many steps until
-    it dies; what a roll-back leaves behind it is cut off from the history.
-    """
+    """Play a job: (rows as written, starts, (step, attempt) of the rows that count)."""
     log_freq = draw(st.sampled_from((1, 2, 5)))
     rows: list[dict[str, Any]] = []
     starts: dict[tuple[str, int], int] = {}
     history: list[tuple[int, int]] = []
     reached = 0
     for attempt in range(1, draw(st.integers(1, 6)) + 1):
+        # an attempt begins behind a checkpoint that some attempt has reached
         start = draw(st.integers(0, reached))
         end = start + draw(st.integers(0, 15))
         starts["p", attempt] = start
+        # what a roll-back leaves behind it does not count
         history = [(step, of) for step, of in history if step <= start]
         for step in range(start + 1, end + 1):
             if step == 1 or step % log_freq == 0:

@@ -51,6 +51,7 @@ def test_an_attempt_lasts_from_its_announcement_to_its_last_record():
 
 
 def test_starts_that_fail_before_their_first_line_share_a_number_and_not_the_time_between_them():
+    # no line of attempts.jsonl: the number of GPUs is unknown
     crash = {"kind": "crash", "attempt": 1, "time": 1.1 * HOUR}
     failed = [event("start", 1, 1.0), crash, event("end", 1, 1.25)]
     later = [event("start", 1, 100.0), began(1, 100.25), row(1, 101.0)]

@@ -7,10 +7,10 @@ import hashlib
 import time
 from collections import Counter
 
-from tests.data_mixtures.served import Served
+from tests.data_mixtures.local_server import LocalServer
 
 
-class FakeBucket(Served):
+class FakeBucket(LocalServer):
     """`with FakeBucket(contents) as bucket:` serves at bucket.url; bucket.requests counts by sha1.
 
     flaws: answers to a sha1 before its object, in order: a status, or bytes. slow_s: seconds of

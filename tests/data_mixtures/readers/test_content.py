@@ -50,6 +50,7 @@ def test_each_content_once_in_order_with_its_origin_through_failures(tmp_path, c
     write_resolved(tmp_path / "resolved.parquet", [*CONTENTS, *CONTENTS[:20]])
     with FakeBucket(CONTENTS) as bucket:
         three, four, five = map(sha1, CONTENTS[3:6])
+        # answers before the object itself; five gets it uncompressed
         bucket.flaws = {three: [503, 429, 500], four: [b"damaged"], five: [CONTENTS[5]]}
         counts, rows = fetch_contents(tmp_path, bucket.url)
         assert bucket.requests == {**{sha1(each): 1 for each in CONTENTS}, three: 4, four: 2}
@@ -85,6 +86,7 @@ def test_a_bucket_that_does_not_answer_ends_the_unit_and_keeps_what_came(tmp_pat
         monkeypatch.setattr(content._Bucket, "content", content_then_down)
         with pytest.raises(ValueError, match=r"does not answer \(.*http_503.* contents in a row"):
             fetch_contents(tmp_path, bucket.url)
+        # the bucket goes down after 150 requests; what had come by then is saved
         saved = sum(part.metadata.num_rows for part in content._parts(tmp_path / "parts"))
         assert 100 < saved < 200
         monkeypatch.setattr(content._Bucket, "content", system)
@@ -118,6 +120,7 @@ def test_contents_become_shards_and_missing_ones_stop_the_unit_alone(tmp_path, m
         with pytest.raises(ValueError, match=missing):
             prepare_folder(tmp_path / "code.toml", out)
         assert list((out / "fetch/code").glob(".unit-*")) == [out / "fetch/code/.unit-00001.parts"]
+        # = FakeBucket|three are still missing, within max_missing_share
         bucket.objects |= FakeBucket(contents[100:107]).objects
         bucket.requests.clear()
         prepare_folder(tmp_path / "code.toml", out)

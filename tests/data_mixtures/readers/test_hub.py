@@ -61,6 +61,7 @@ def test_plan_and_fetch_from_the_hub(hub, tmp_path):
     assert [entry["path"] for entry in planned["units"]] == [f"4plus/{file.name}" for file in files]
     assert [entry["bytes"] for entry in planned["units"]] == [file.stat().st_size for file in files]
     assert all(len(entry["sha256"]) == 64 for entry in planned["units"])
+    # 4plus_MIND begins with the requested folder's name and is another folder
     assert not any("MIND" in line for line in hub.requests)
 
     hub.flaws += ["wrong byte", "500"]
@@ -82,6 +83,7 @@ def test_a_mirror_is_checked_against_the_hub_s_hashes(hub, tmp_path):
     path = recipe(tmp_path, {"name": "exact"})
     assert not run_command(hub, "plan", path)
     write_mirror(tmp_path / "mirror")
+    # a mirror has no hashes: those of the plan came from the hub
     flip(tmp_path / "mirror" / REPO / "4plus/part_000002.parquet", 1000)
     (line,) = run_command(hub, "fetch", path, "--mirror", str(tmp_path / "mirror"))
     assert line.startswith(

@@ -80,6 +80,7 @@ def test_what_is_packed_is_whole_or_damaged(suffix, tmp_path):
     for whole in (pack(RAW), members, stock):
         path.write_bytes(whole)
         assert len(texts(LINES, path)) == 3000
+    # a transfer that broke off in the middle
     cut = pack(RAW)[: len(pack(RAW)) // 2]
     for damaged in (cut, pack(RAW)[:-1], members[:-9], pack(RAW) + b"garbage", b"not packed", b""):
         path.write_bytes(damaged)
@@ -113,6 +114,7 @@ def test_json_lines_end_at_newlines_alone(suffix, tmp_path):
         {"text": f"a{mark}b", "n": n} for n, mark in enumerate("\u2028\u2029\x85\ufeff\x0b\x0c\x1c")
     ]
     lines = [json.dumps(value, ensure_ascii=False).encode() for value in values]
+    # str.splitlines would end lines at each of these marks
     raw = codecs.BOM_UTF8 + b"\r\n\n".join(lines[:3]) + b"\n" + b"\n".join(lines[3:])
     path = tmp_path / f"a.jsonl{suffix}"
     path.write_bytes(PACK[suffix[1:]](raw) if suffix else raw)
@@ -206,6 +208,7 @@ def test_the_order_depends_on_names_below_a_root_alone_and_the_first_stay_the_fi
     (tmp_path / "ot[h]er").mkdir()
     (folder / "a").rename(tmp_path / "ot[h]er/a")
     moved = {"corpus": str(tmp_path / "ot[h]er")}
+    # the folder moved: names below the root, and so the order, are the same
     below = [local.portable(name, roots) for name in names_in_order]
     assert [local.portable(name, moved) for name, *_ in local.find(chosen, moved)] == below
     assert (
@@ -271,6 +274,7 @@ def test_documents_are_capped_and_cleaned_and_the_rest_is_counted(folder):
     assert passages == [path.read_text() for path in paths[2:]]
     assert dropped == {"not_utf8": 1, "no_text": 1}
     assert dropped.examples["not_utf8"] == str(folder / "a/0.txt")
+    # the cap ends before the document that would exceed it
     capped = texts(Input("text", ("x",), max_bytes=1000), *paths)
     assert capped == passages[: len(capped)]
     assert sum(map(len, capped)) <= 1000 < sum(map(len, passages[: len(capped) + 1]))

@@ -16,13 +16,13 @@ from typing import Any
 
 from flask import Response, jsonify, request, send_file
 
-from tests.data_mixtures.served import Served
+from tests.data_mixtures.local_server import LocalServer
 
 COMMIT = "abcdef0" + "1" * 33
 PAGE = 2
 
 
-class FakeHub(Served):
+class FakeHub(LocalServer):
     """`with FakeHub(folder) as hub:` serves at hub.url; hub.requests are the paths of its requests."""
 
     def __init__(self, root: Path) -> None:
@@ -40,6 +40,7 @@ class FakeHub(Served):
         revision, _, below = rest.partition("/")
         if not repo.is_dir():
             return refusal(404, "RepoNotFound")
+        # listing a gated repository needs no token, as on the hub
         needs_token = name.endswith("Gated") and what in ("auth-check", "resolve")
         if needs_token and request.headers.get("Authorization") != "Bearer good":
             return refusal(403, "GatedRepo")

@@ -38,6 +38,7 @@ def text_column(texts: list[Any], kind: pa.DataType) -> pa.Array:
     )
     if kind == pa.binary():
         return array
+    # pa.array would refuse bytes that are not UTF-8
     return pa.Array.from_buffers(pa.string(), len(array), array.buffers()).cast(kind)
 
 

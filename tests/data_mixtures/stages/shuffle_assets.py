@@ -102,6 +102,7 @@ def write_tokens(folder: Path, texts: Sequence[str]) -> dict[str, Any]:
 
 def split(texts: Sequence[str], units: int) -> tuple[tuple[str, ...], ...]:
     """Split texts into parts of unequal size."""
+    # squares: the first parts are small, or empty
     cuts = [len(texts) * i * i // units**2 for i in range(units + 1)]
     return tuple(tuple(texts[a:b]) for a, b in pairwise(cuts))
 
@@ -142,6 +143,7 @@ def select(texts: Iterable[str], plan: Recipe) -> tuple[dict[int, str], list[int
         unique.setdefault(xxhash.xxh3_128_intdigest(text.encode()), text)
 
     def find_key(digest: int) -> tuple[int, int]:
+        # the definition of the sort key: xxh3_64 of the id's low half
         low = (digest % 2**64).to_bytes(8, "little")
         return xxhash.xxh3_64_intdigest(low, seed=plan.seed), digest
 
@@ -211,6 +213,7 @@ def write_counts(out: Path, source: str, texts: Sequence[Sequence[str]], lie: in
     """Write the counts of `fetch` and `filter`; `lie` is added to the filter's `read`."""
     for number, part in enumerate(texts):
         unit = Unit(source, number)
+        # made-up counts, which the manifest must add up
         fetched = {"dropped": {"not_utf8": 1} if number == 0 else {}}
         write_receipt(make_unit_folder(out, "fetch", unit), fetched)
         dropped = {"too_short": 1, "contaminated": 1}

@@ -72,6 +72,7 @@ def test_it_is_the_plain_rule_over_sources_units_and_groups(tmp_path, monkeypatc
     passages = [f"{piece()} {piece()}" for _ in range(400)]
     texts = {"a": [passages[:150], [], passages[150:220]], "b": [passages[220:]]}
     expected = plain_rule(texts, plan)
+    # neither none nor all: both decisions are tested
     assert 8 < len(expected) < sum(is_held_out(text, plan) for text in passages) - 8
     assert find_contained(tmp_path / "units", texts, plan) == expected
     monkeypatch.setattr(documents, "GROUPS", 1)
@@ -83,6 +84,7 @@ def test_what_lies_inside_training_text_goes_and_nothing_of_training(tmp_path):
     draw = random.Random(1)
     inside, alone, long = (text_around(draw, True, count=n) for n in (60, 60, 1200))
     quoted = text_around(draw, False, f"{inside} {words(draw, 9)}", 5)
+    # two training documents hold two thirds of `long` together, neither holds half
     parts = [text_around(draw, False, " ".join(long.split()[at : at + 400]), 5) for at in (0, 400)]
     # this text is held out itself, so it does not count as training text
     again = text_around(draw, True, alone, 5)

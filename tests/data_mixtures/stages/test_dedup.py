@@ -90,6 +90,7 @@ def datatrove_pairs(folder: Path, texts: list[str], settings: recipe.Dedup) -> s
     config = MinhashConfig(settings.n_grams, settings.buckets, settings.hashes_per_bucket)
     config.norm_config.norm_numbers = False
     tokenizer = WhitespaceTokenizer()
+    # the words of our `signer`, so that only the rest is compared
     tokenizer.word_tokenize = str.split
     signature = MinhashDedupSignature(str(folder / "signatures"), config, tokenizer)
     signature._hash_func = lambda text: xxhash.xxh64_intdigest(text.encode())
@@ -130,6 +131,7 @@ def test_who_stays_is_the_plain_rule_whatever_the_units_ranges_and_groups(
     assert 30 <= len(flat(stays)) < len(texts)
     bands = [bands_of(text, plan) for text in flat(stays)]
     assert len(set().union(*bands)) == sum(map(len, bands)), "no two of them share a band"
+    # many ranges of hashes and one group for each source
     monkeypatch.setattr(dedup, "ROWS_PER_RANGE", 80)
     monkeypatch.setattr(documents, "GROUPS", 1)
     assert deduplicate(tmp_path / "parts", units, plan) == stays

@@ -132,6 +132,7 @@ def test_a_document_of_a_hub_source_is_cut_too_and_says_where_it_came_from(out):
     assert counts["dropped"]["too_long"] == counts["dropped"]["too_short"] == 1, (
         "judged before it is cut"
     )
+    # row 9 is too short, 10 gives four pieces, 11 is too long
     rows = [*range(9), *[10] * 4, *range(12, 15)]
     expected = [{"file": "data/0.parquet", "row": row, "url": f"http://{row}"} for row in rows]
     assert [json.loads(origin) for origin in column(work, "origin")] == expected
@@ -153,6 +154,7 @@ def test_origins_stay_as_a_reader_says_them_and_as_far_as_they_are_utf8(out):
 def test_a_damaged_page_is_named_by_its_file(out):
     filter_parquet(out, {"text": GOOD}, path="c/0.parquet")
     raw = out / "fetch/notes/unit-00000" / stage.RAW
+    # zeros over a page of the second row group: the footer stays whole
     begin = pq.ParquetFile(raw).metadata.row_group(1).column(0).dictionary_page_offset
     content = raw.read_bytes()
     raw.write_bytes(content[: begin + 100] + bytes(500) + content[begin + 600 :])

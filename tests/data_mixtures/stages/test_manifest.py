@@ -106,6 +106,7 @@ def test_a_file_that_changed_is_published_again_while_its_unit_is_there(data):
 
 def test_without_hard_links_files_are_copied(data, monkeypatch):
     def no_links(*args):
+        # as between two file systems
         raise OSError(errno.EXDEV, "cross-device link")
 
     shard = data / "notes/shard-00000.bin"

@@ -62,6 +62,7 @@ def test_a_lost_node_changes_no_byte(s3, cluster, recipe_path, tmp_path, monkeyp
     (toy.faults / "4").write_text("value")
     with pytest.raises(ValueError, match=r"^toy b/unit-00004: the third row has no text$"):
         run(toy, RAY)
+    # Ray starts a killed worker's unit again, RETRIES times
     (toy.faults / "4").write_text("kill")
     with pytest.raises(
         ValueError,

@@ -70,6 +70,7 @@ def test_damage_of_flags_and_missing_documents_are_found(data, tmp_path):
     assert not verify.verify(data, ("notes",), console, 1)
     path = data / "notes/shard-00001.flags.bin"
     before = path.read_bytes()
+    # the bit of one token's BEGINS: the tokens themselves are whole
     path.write_bytes(before[:40] + bytes([before[40] ^ 2]) + before[41:])
     try:
         damage = verify.verify(data, ("notes",), console, 1)

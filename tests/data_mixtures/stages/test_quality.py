@@ -78,6 +78,7 @@ LONG = {"8k": (32_000, 64_000), "16k": (64_000, 128_000), "32k": (128_000, 10_00
 
 def test_each_bucket_of_the_long_mixture_gets_exactly_its_own_documents():
     shipped = recipe_file.load(Path(recipe_file.__file__).with_name("nemotron-64k.toml"))
+    # around each limit of a bucket, in characters
     ends = [end + d for end in (32_000, 64_000, 128_000) for d in (-1, 0, 1)]
     lengths = [100, 5_000, *ends, 500_000]
     texts = [("ü.\n" * (n // 3) + "x" * (n % 3 + 1))[-n:] for n in lengths]

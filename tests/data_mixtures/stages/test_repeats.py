@@ -21,6 +21,7 @@ def test_exactly_the_documents_that_hold_a_run(seed):
     for _ in range(60):
         before, after = (draw.integers(3, 40, draw.integers(0, 200)).tolist() for _ in range(2))
         gram = draw.integers(3, 40, draw.integers(1, 16)).tolist()
+        # up to two tokens more or fewer than 32 repeats
         count = len(gram) * TIMES - int(draw.integers(-2, 3))
         run = (gram * (TIMES + 2))[:count] if draw.random() < 0.8 else []
         documents.append([1, *before, *run, *after, 2])

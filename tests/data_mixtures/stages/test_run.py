@@ -87,6 +87,7 @@ def test_results_are_the_same_and_nothing_is_done_twice(toy, tmp_path, capfd):
     assert results(toy) == results(other)
     assert len(results(toy)) == 18
     assert "0 units done, 6 as before" in run(other, Options(workers=3))
+    # one unit lost a file, another has half a receipt: both count as not done
     (other.out / "toy/a/unit-00003/number").unlink()
     (other.out / "toy/b/unit-00004/receipt.json").write_text("{")
     assert "2 units done, 4 as before" in run(other, Options(workers=3))

@@ -118,6 +118,7 @@ def test_a_flipped_bit_before_a_shard_stops_it_and_mends_itself(
         run_all(stages[:first])
         folder = out / damaged_stage / "notes/unit-00001"
         flip(folder / name)
+        # damaged hashes are reported as damage of the file that they belong to
         broken = rf"{name.removesuffix('.xxh3')} is not what '{damaged_stage}' wrote"
         with pytest.raises(ValueError, match=broken) as error:
             run_all(stages[first:])

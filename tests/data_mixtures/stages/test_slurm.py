@@ -29,6 +29,7 @@ def test_the_script_prepares_on_all_nodes_of_a_job(recipe_path, tmp_path):
     with SlurmCluster(tmp_path / "cluster") as cluster:
         cluster.env["BIN"] = str(Path(sys.executable).parent)
         script = ["data_mixtures/ray.sbatch", "prepare", str(recipe_path), "--out", str(out)]
+        # the script as it is shipped, on a Slurm of two nodes on this machine
         submitted = ["sbatch", "--parsable", "--nodes=2", f"--output={log}", *script]
         job = int(cluster.command(*submitted, cwd=ROOT))
         nodes = set[str]()

@@ -197,6 +197,7 @@ def test_budget_and_disk_are_checked_before_anything_is_read(tmp_path, mirror, m
     work.check_room(size)
     with pytest.raises(ValueError, match=f"{size:,} bytes are fetched and 0 are to come"):
         work.check_room(1)
+    # freed units do not count against the budget
     stage.free(out, "fetch", Unit("longer", 0))
     work.check_room(size - 1)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=7))
@@ -242,6 +243,7 @@ def test_a_changed_local_file_is_read_again_and_a_new_time_alone_gives_the_same(
     work = fetch_all(path, out)
     before = stage.read_receipt(out, "fetch", unit)
     hash_before = stage.find_plan(out, "notes")["plan_hash"]
+    # another time without other content: read again, with the same result
     os.utime(notes / "3.txt", ns=(1, 1))
     make_plan(path, out)
     assert not stage.is_done(work, unit)

@@ -201,6 +201,7 @@ def test_a_changed_recipe_makes_the_units_again_that_depend_on_it(out, tmp_path,
 def test_a_higher_format_makes_units_again_and_other_code_does_not(out, monkeypatch):
     receipts = [path.stat().st_mtime_ns for path in sorted(out.rglob(stage.RECEIPT))]
     assert stage.receipt_of(out, "filter", stage.Unit("web", 0))["code"] == stage.code_sha256()
+    # receipts say which code made a unit, and keys do not depend on it
     monkeypatch.setattr(stage, "code_sha256", lambda: "other code")
     assert not any(units_done(out.parent).values())
     assert receipts == [path.stat().st_mtime_ns for path in sorted(out.rglob(stage.RECEIPT))]

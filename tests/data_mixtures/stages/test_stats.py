@@ -46,6 +46,7 @@ def test_counts_are_those_of_the_texts(data):
         tuple(pair["sources"]): pair["documents"]
         for pair in statistics["shared_documents"]["pairs"]
     }
+    # documents are shared when their texts are equal
     sets = {source: set(texts) for source, texts in TEXTS.items()}
     assert pairs == {(a, b): len(sets[a] & sets[b]) for a, b in combinations(SOURCES, 2)}
     assert len(set.intersection(*sets.values())) > 5, "one document in three sources is three pairs"
@@ -58,6 +59,7 @@ def test_counts_are_those_of_the_texts(data):
     printed = console.export_text()
     for title in ("Sources", "Shares", "Dropped", "Documents that sources share"):
         assert title in printed
+    # the share of odds in phase1, 3 of 6
     assert any(line.split()[-1:] == ["50.00%"] for line in printed.splitlines() if "odds" in line)
 
 

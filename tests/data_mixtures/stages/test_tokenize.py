@@ -40,6 +40,7 @@ def test_documents_in_shuffled_order_with_their_tokens(tmp_path, monkeypatch):
     # makes each unit's output span several copies
     monkeypatch.setattr(blocks, "COPY_BYTES", 2000)
     texts = notes(300)
+    # an exact copy: `shuffle` drops it, `tokenize` does not
     texts[17] = texts[3]
     work = run_tokenize(tmp_path / "out", {"a": [texts, []], "b": [notes(20, 4)]})
     folder, receipt = stage.result(work.out, "tokenize", stage.Unit("a", 0))
@@ -92,6 +93,7 @@ def test_units_do_not_change_the_tokenizer_nor_the_sample(tmp_path):
     work = run_tokenize(three, {"a": [texts[200:], texts[:50], texts[50:200]], "b": [other]})
     assert (one / "tokenizer.model").read_bytes() == (three / "tokenizer.model").read_bytes()
     sample = tokenize.training_sample(work.recipe, three, TRAINING.train_bytes)
+    # the sample ends with the document that reaches train_bytes
     assert 20_000 <= sum(len(text.encode()) for text in sample) < 21_000
     selected = unique_train(texts, work.recipe)
     assert sample[: len(sample) - 40] == selected[: len(sample) - 40]

@@ -90,6 +90,7 @@ def test_a_foreign_shard_with_a_fitting_manifest_is_seen_by_its_documents(data):
         """Give shard 2 this index, with which the manifest agrees; return the damage."""
         docs = write_documents(path, ids, lengths)
         entries = shards.read_manifest(data / "notes")["shards"]
+        # hashes and manifest agree: only the tokens contradict the index
         entries[2] = {**entries[2], "docs": docs}
         edit_manifest(data, shards=entries)
         return damage_of(data)
@@ -107,6 +108,7 @@ def test_a_foreign_shard_with_a_fitting_manifest_is_seen_by_its_documents(data):
 
 def test_every_damage_has_its_remedy(data):
     last = len(shards.read_manifest(data / "notes")["shards"])
+    # a published file is a hard link of its unit's: both must go
     for path, unit in (
         ("notes/shard-00003.bin", "notes/unit-00003"),
         ("notes/valid.bin", f"notes/unit-{last:05d}"),

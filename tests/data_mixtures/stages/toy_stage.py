@@ -36,6 +36,7 @@ class Toy:
         return key_of("fetch", unit.number)
 
     def work(self, unit: Unit, folder: Path) -> dict[str, Any]:
+        # a fault leaves this file in the unit's partial folder
         (folder / "half").write_bytes(b"half")
         time.sleep(self.wait_s)
         fault = self.faults / str(unit.number)

@@ -43,6 +43,7 @@ def collect_from(server: Endpoint, folder: Path, sampling=GREEDY, chat=True, par
 
 def test_answers_of_an_endpoint(endpoint, tmp_path, monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", "k")
+    # each is tried again; 206 breaks the connection off
     endpoint.statuses = [503, 429, 500, 206]
     rows = collect_from(endpoint, tmp_path, Sampling(n=2, temperature=0.8, seed=3), parallel=2)
     keys = [(p["task_id"], k) for p in PROBLEMS for k in range(2)]

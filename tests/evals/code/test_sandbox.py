@@ -189,6 +189,7 @@ def test_a_solution_dies_with_its_judge(open_folder, user, loop):
         pid = todo.pop()
         below.add(pid)
         todo += [child for child, parent in parent_of.items() if parent == pid]
+    # bubblewrap, its init and the solution; without a sandbox the solution alone
     assert len(below) == (1 if loop == "unsafe" else 3)
     assert below <= parent_of.keys()
     # nothing can react to SIGKILL, so the kernel must end the solution

@@ -117,6 +117,7 @@ def test_hostile_solutions_fail_and_harm_nobody(tmp_path, monkeypatch):
             "no code": "def double(x):",
         }
         scored = scores_of(judge, {900: [*hostile.values(), *others.values()]})
+        # no solution has connected: accept would block
         server.setblocking(False)
         with pytest.raises(BlockingIOError):
             server.accept()

@@ -100,6 +100,7 @@ NEEDED = [  # (what a function may need, a name that it defines)
 
 def test_a_function_is_defined_whatever_stands_around_it():
     for code in AROUND:
+        # before the function an endless loop would never reach it
         endless = "while True" in code
         for program in (
             f"{ADD}\n\n{code}\n\nlater = 1",

@@ -129,6 +129,7 @@ def test_the_command(folder, tmp_path, capsys):
     log = capsys.readouterr().err
     assert "19 of 22 tasks are not in this bundle: CORE is not computed." in log
     assert "Missing: hellaswag_zeroshot" in log
+    # a bundle with this file says in every record that it is not CORE
     shutil.copy(Path(core.__file__).with_name("demo_bundle") / "NOT_CORE", tmp_path)
     dclm = run(folder, tmp_path, protocol="dclm", tasks="copa")
     assert (dclm["protocol"], list(dclm["tasks"])) == ("dclm", ["copa"])

@@ -219,6 +219,7 @@ def test_answer_spans_by_hand():
 def test_a_prompt_too_long_loses_its_beginning(protocol, label):
     rows = ROWS[task(label).type]
     whole = ask(label, rows, protocol)
+    # room for the longest answer and four ids before it
     limit = max(len(p.ids) - p.start for item in whole for p in item.prompts) + 4
     short = list(items(task(label), rows, protocol, Letters(), limit))
     assert any(len(p.ids) > limit for item in whole for p in item.prompts)

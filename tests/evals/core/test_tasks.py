@@ -70,6 +70,7 @@ icl_tasks:
     assert tasks["copa"].shots == 3
     assert bundle.rows(tasks["copa"]) == CHOICE_ROWS[:1]
     assert tasks["jeopardy"] == task("jeopardy")
+    # the hash covers the shots, so answers to other prompts are not reused
     before = bundle.sha256(task("copa"))
     assert bundle.sha256(tasks["copa"]) != before
     (tmp_path / "core.yaml").write_text("tasks: []")

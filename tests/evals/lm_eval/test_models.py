@@ -102,6 +102,7 @@ def test_bos_is_a_choice_and_in_a_conversation_the_templates(model, hf_dir, tmp_
         shutil.copytree(hf_dir, tmp_path / "bare", ignore=shutil.ignore_patterns(".packed"))
     )
     tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    # a tokenizer that adds no BOS by itself
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer | {"post_processor": None}))
     bare = load_tokenizer(folder)
     assert bare.encode("x") == plain_ids
@@ -132,6 +133,7 @@ def test_prompts_that_do_not_fit_are_cut_with_a_warning_and_counted(hf_dir, mode
     with pytest.warns(UserWarning, match="prompts lose their head: the context is 64"):
         _, (score, _) = score_pairs(short, [("x", " = 1"), (text, " pass")])
     ids = model.tok_encode(text + " pass")
+    # the context of 64, and the last id, which is only predicted
     start = 65 - len(ids) + len(model.tok_encode(text.rstrip()))
     assert score == math.fsum(short.scorer.engine.logprobs(ids[-65:], start=start).tolist())
     with pytest.warns(UserWarning, match="prompts lose their head"):

@@ -112,6 +112,7 @@ def test_all_eleven_tasks_are_scored_at_both_lengths(data, tmp_path, monkeypatch
 
 
 def test_needles_are_counted_at_their_depth():
+    # the needle begins at character 99 of 200
     text = "A special magic number is hidden. " + "x" * 65 + "1234567" + "x" * 94
     document = {"input": text, "outputs": ["1234567"]}
     assert find_needles(document, "it is 1234567.") == [(0.495, True)]

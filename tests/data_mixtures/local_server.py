@@ -9,11 +9,12 @@ from flask import Flask
 from werkzeug.serving import make_server
 
 
-class Served:
+class LocalServer:
     """`with` it, the application answers at self.url; a subclass adds its routes to self.app."""
 
     def __init__(self) -> None:
         self.app = Flask(type(self).__name__, static_folder=None)
+        # port 0: the system chooses a free one, so tests can run side by side
         self.server = make_server("127.0.0.1", 0, self.app, threaded=True)
         self.url = f"http://127.0.0.1:{self.server.server_port}"
 
