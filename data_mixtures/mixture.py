@@ -251,23 +251,23 @@ class Mixture:
         total = int(self._windows[index])
         first = int(np.searchsorted(self._file_begins, begin))
         last = int(np.searchsorted(self._file_begins, begin + min(windows, total)))
-        whole = [f"all {total}"] if windows > total else []
+        whole_source = [f"all {total}"] if windows > total else []
         files = zip(self._file_names, self._steps[:, 0].tolist(), self._file_sha256, strict=True)
         identities = [_digest([self._decides, source, *facts]) for facts in list(files)[first:last]]
-        return identities + whole
+        return identities + whole_source
 
-    def check_continues(self, source: str, windows: int, read: Sequence[str] | None) -> None:
-        """Raise ValueError unless `read` (the `read_files` of then, or None) are the current data."""
+    def check_continues(self, source: str, windows: int, recorded: Sequence[str] | None) -> None:
+        """Raise ValueError unless `recorded` (`read_files` of then, or None) is the current data."""
         # reading on in changed files would repeat some windows and never read others, unseen
         current = self.read_files(source, windows)
-        if current == read:
+        if current == recorded:
             return
-        pairs = enumerate(zip(current, read or [], strict=False))
+        pairs = enumerate(zip(current, recorded or [], strict=False))
         shared_files = next((n for n, (now, before) in pairs if now != before), len(current))
         begin = int(self._source_begins[self.source_names.index(source)])
         first = int(np.searchsorted(self._file_begins, begin))
         shared_windows = (
-            min(windows, int(self._steps[first : first + shared_files, 0].sum())) if read else 0
+            min(windows, int(self._steps[first : first + shared_files, 0].sum())) if recorded else 0
         )
         raise ValueError(
             f"source {source!r} is not the one of which {windows} windows were read: {shared_windows} of these lie "

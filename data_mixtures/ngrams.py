@@ -240,8 +240,8 @@ def _hash_words(data: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> np.nd
     for offset in range(_EIGHT, _LONGEST, _EIGHT):
         if not len(at):
             break
-        more = eight[starts[at] + offset] & _FIRST.take(sizes[at] - offset, mode="clip")
-        hashes[at] = hashes[at] * np.uint64(_BYTES) + more
+        next_eight = eight[starts[at] + offset] & _FIRST.take(sizes[at] - offset, mode="clip")
+        hashes[at] = hashes[at] * np.uint64(_BYTES) + next_eight
         at = at[sizes[at] > offset + _EIGHT]
     hashes[at] = hashes[at] * np.uint64(_BYTES) + (
         eight[ends[at] - _EIGHT] ^ sizes[at].astype(np.uint64)

@@ -90,11 +90,11 @@ def streams(
     for number, window in enumerate(windows):
         at = number * size
         for ids, trained in ((texts[item].ids, texts[item].trained) for item in window):
-            here = slice(at, at + len(ids))
-            tokens[here] = ids
-            flags[here] = trained * TRAINED
+            span = slice(at, at + len(ids))
+            tokens[span] = ids
+            flags[span] = trained * TRAINED
             flags[at] |= BEGINS
-            at = here.stop
+            at = span.stop
         # here begins padding, or the next window
         flags[at] |= BEGINS
     flags[-1] |= BEGINS

@@ -119,8 +119,8 @@ def _explain(error: ValidationError) -> str:
     if first["type"] == "unexpected_keyword_argument":
         part = {"inputs": Input, "filter": Filter, "dedup": Dedup}[str(path[0])]
         return f"unknown key {key!r}; {nearest(str(path[-1]), _keys(part), 'use')}"
-    where = f"{key} = {first['input']!r}: " if first["type"] != "value_error" else ""
-    return where + message.replace("Input", "it").replace("tuple", "list")
+    prefix = f"{key} = {first['input']!r}: " if first["type"] != "value_error" else ""
+    return prefix + message.replace("Input", "it").replace("tuple", "list")
 
 
 def _source(name: str, values: Table) -> LocalSource | HubSource:

@@ -72,8 +72,8 @@ def write_windows(path: Path, tokens: np.ndarray, seq_len: int) -> Json:
 
 def write_pieces(path: Path, pieces: Iterable[np.ndarray], seq_len: int) -> Json:
     """Write windows from pieces of tokens, all uint16 or all uint32; return the file's manifest entry."""
-    whole = hashlib.sha256()
-    block = xxhash.xxh3_64()
+    file_digest = hashlib.sha256()
+    block_digest = xxhash.xxh3_64()
     blocks = []
     room = BLOCK_BYTES
     size = 0
@@ -84,19 +84,19 @@ def write_pieces(path: Path, pieces: Iterable[np.ndarray], seq_len: int) -> Json
             tokens += len(piece)
             data = np.ascontiguousarray(piece, piece.dtype.newbyteorder("<")).view(np.uint8).data
             size += file.write(data)
-            whole.update(data)
+            file_digest.update(data)
             while data:
-                block.update(data[:room])
+                block_digest.update(data[:room])
                 data, room = data[room:], max(room - len(data), 0)
                 if not room:
-                    blocks.append(block.hexdigest())
-                    block = xxhash.xxh3_64()
+                    blocks.append(block_digest.hexdigest())
+                    block_digest = xxhash.xxh3_64()
                     room = BLOCK_BYTES
     if room < BLOCK_BYTES:
-        blocks.append(block.hexdigest())
+        blocks.append(block_digest.hexdigest())
     sizes = {"bytes": size, "windows": windows_in(tokens, seq_len), "tokens": tokens}
     token_dtype(sizes)
-    return {"name": path.name, **sizes, "sha256": whole.hexdigest(), "xxh3_blocks": blocks}
+    return {"name": path.name, **sizes, "sha256": file_digest.hexdigest(), "xxh3_blocks": blocks}
 
 
 def write_documents(
@@ -108,7 +108,7 @@ def write_documents(
         columns: ids, lengths in tokens, lengths of origins in bytes.
         origins: their bytes one after another, in pieces.
     """
-    whole = hashlib.sha256()
+    digest = hashlib.sha256()
     ids, lengths, sizes = columns
     head = (
         np.array([len(ids)], "<u8"),
@@ -119,9 +119,9 @@ def write_documents(
     with pyarrow.CompressedOutputStream(str(path), "zstd") as stream:
         for data in chain(head, origins):
             # hash the uncompressed bytes, which do not depend on the zstd version
-            whole.update(data.data)
+            digest.update(data.data)
             stream.write(data.data)
-    return {"name": path.name, "documents": len(ids), "sha256_uncompressed": whole.hexdigest()}
+    return {"name": path.name, "documents": len(ids), "sha256_uncompressed": digest.hexdigest()}
 
 
 def read_documents(path: Path) -> tuple[np.ndarray, np.ndarray, pyarrow.LargeStringArray]:

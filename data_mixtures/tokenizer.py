@@ -248,34 +248,34 @@ class JsonTokenizer(Tokenizer):
 
     def __init__(self, path: Path, bos: str | None, eos: str | None) -> None:
         try:
-            self._made = tokenizers.Tokenizer.from_file(str(path))
+            self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises bare Exception
             raise ValueError(
                 f"{path} cannot be read as a Hugging Face tokenizer.json: {error}"
             ) from error
         self._path = path
-        self._made.no_truncation()
-        self._made.no_padding()
-        self._made.encode_special_tokens = True
-        added = self._made.get_added_tokens_decoder().items()
-        special = {each.content: i for i, each in added if each.special}
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self._tokenizer.encode_special_tokens = True
+        added = self._tokenizer.get_added_tokens_decoder().items()
+        special = {token.content: i for i, token in added if token.special}
         self.names = _begin_and_end(path, bos, eos, special)
         bos_id, eos_id = (special[name] for name in self.names)
-        unknown = getattr(self._made.model, "unk_token", None)
+        unknown = getattr(self._tokenizer.model, "unk_token", None)
         control = [i for name, i in special.items() if name != unknown]
-        super().__init__(max(self._made.get_vocab().values()) + 1, bos_id, eos_id, control)
+        super().__init__(max(self._tokenizer.get_vocab().values()) + 1, bos_id, eos_id, control)
 
     def reference(self, text: str) -> list[int]:
-        return self._made.encode_batch_fast([text], add_special_tokens=False)[0].ids
+        return self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
 
     def _fast_encoder(self) -> fast_encoder.Encode | None:
         return fast_encoder.of_json(self._path)
 
     def _list_spellings(self) -> list[str]:
-        return [token.content for token in self._made.get_added_tokens_decoder().values()]
+        return [token.content for token in self._tokenizer.get_added_tokens_decoder().values()]
 
     def decode_ids(self, ids: list[int]) -> str:
-        return self._made.decode(ids, skip_special_tokens=False)
+        return self._tokenizer.decode(ids, skip_special_tokens=False)
 
 
 def _begin_and_end(

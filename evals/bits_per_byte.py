@@ -75,8 +75,8 @@ def bits_per_byte(
         sources[name] = {"category": categories[name], **figures_of(sums)}
         everything += sums
     # a source weighs by its bytes, in the loss by its tokens
-    whole = figures_of(everything)
-    return {"bits_per_byte": whole["bits_per_byte"], "loss": whole["loss"], "sources": sources}
+    total = figures_of(everything)
+    return {"bits_per_byte": total["bits_per_byte"], "loss": total["loss"], "sources": sources}
 
 
 def figures_of(sums: list[tuple[float, float, int, int]]) -> JsonObject:
@@ -103,8 +103,8 @@ def load_windows(data: Path, count: int | None) -> tuple[dict[str, np.ndarray], 
         raise ValueError(
             f"no source of {data} holds text out; raise valid_per_10000 in its recipe and prepare it again"
         )
-    if without := sorted(windows.keys() - held_out):
-        console.print(f"no held-out windows, left out: {', '.join(without)}", highlight=False)
+    if empty := sorted(windows.keys() - held_out):
+        console.print(f"no held-out windows, left out: {', '.join(empty)}", highlight=False)
     return held_out, categories
 
 

@@ -73,7 +73,7 @@ def compare_task(pairs: list[Pair]) -> JsonObject:
     sides = [tuple(zip(*group, strict=True)) for group in groups.values()]
     changes = [compare_pairs(before, after, added=1) for before, after in sides]
     means = [
-        math.fsum(math.fsum(each[side]) / len(each[side]) for each in sides) for side in (0, 1)
+        math.fsum(math.fsum(group[side]) / len(group[side]) for group in sides) for side in (0, 1)
     ]
     a, b = zip(*itertools.chain(*groups.values()), strict=True)
     # groups of the items have equal weight
@@ -122,13 +122,13 @@ def format_row(name: str, row: JsonObject, change: str, error: str) -> list[str]
 
 def show(comparison: JsonObject) -> None:
     names = f"{Path(comparison['b']).name} minus {Path(comparison['a']).name}"
-    whole = "CORE v2" if comparison["kind"] == "core" else "mean"
+    total = "CORE v2" if comparison["kind"] == "core" else "mean"
     rows = []
     for task, row in comparison["tasks"].items():
         rows.append(format_row(task, row, "difference", "standard_error"))
     for name, row in comparison.get("categories", {}).items():
         rows.append(format_row(f"{name}, centered", row, "centered_v2", "centered_v2_se"))
-    rows.append(format_row(whole, comparison, "core_v2", "core_v2_se"))
+    rows.append(format_row(total, comparison, "core_v2", "core_v2_se"))
     show_table(f"{names}; ± is a paired standard error", COLUMNS, rows)
 
 

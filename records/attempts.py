@@ -45,11 +45,11 @@ def merge_attempts(
             {attempt: step for (of, attempt), step in (starts or {}).items() if of == phase},
         )
         for before, row in zip((None, *of_phase), of_phase, strict=False):
-            same = before is not None and (before["attempt"], before["kept"]) == (
+            same_segment = before is not None and (before["attempt"], before["kept"]) == (
                 row["attempt"],
                 row["kept"],
             )
-            if before is None or not same or row["step"] <= before["step"]:
+            if before is None or not same_segment or row["step"] <= before["step"]:
                 segments.append(Segment(phase, row["attempt"], row["kept"], []))
             segments[-1].rows.append(row)
     return segments

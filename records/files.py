@@ -78,8 +78,8 @@ def survive_full_disk(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as problem:
-        there = path.resolve()
-        place = next(parent for parent in (there, *there.parents) if parent.exists())
+        target = path.resolve()
+        place = next(parent for parent in (target, *target.parents) if parent.exists())
         mount = next(parent for parent in (place, *place.parents) if os.path.ismount(parent))
         usage = shutil.disk_usage(place)
         free = f"{usage.free / 1e9:.3g} of {usage.total / 1e9:.3g} GB free"

@@ -46,9 +46,9 @@ def spans_of(records: Iterable[JsonObject]) -> list[Span]:
         # only the line of attempts.jsonl, written by the workers, knows the number of GPUs
         starts = "world_size" in record
         last = spans[-1] if spans else Span(-1, time, time, over=True)
-        again = starts and (last.over or last.gpus is not None)
+        restarted = starts and (last.over or last.gpus is not None)
         # an attempt that failed before its line in attempts.jsonl has a number that the next start has again
-        if record.get("kind") == "supervisor_start" or attempt != last.attempt or again:
+        if record.get("kind") == "supervisor_start" or attempt != last.attempt or restarted:
             spans.append(Span(attempt, time - (number(record.get("seconds")) or 0.0), time))
         elif last.over:
             # events of the supervisor after an attempt ended cost no GPU time
@@ -61,9 +61,9 @@ def spans_of(records: Iterable[JsonObject]) -> list[Span]:
 
 
 def devices_of(row: JsonObject) -> int | None:
-    whole = number(row.get("tokens_per_s"))
+    total = number(row.get("tokens_per_s"))
     per_device = number(row.get("tokens_per_s_per_device"))
-    return round(whole / per_device) if whole and per_device else None
+    return round(total / per_device) if total and per_device else None
 
 
 def gpu_hours(spans: Sequence[Span]) -> float:

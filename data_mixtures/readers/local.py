@@ -50,8 +50,8 @@ FileVersion = list[Any]
 def roots(out: os.PathLike[str] | str, recipe: os.PathLike[str] | str) -> dict[str, str]:
     """Return what {recipe}, {stdlib}... stand for in paths."""
     python = sysconfig.get_paths()
-    here = {"recipe": os.path.abspath(recipe), "corpus": os.path.join(out, "corpus")}
-    return {**here, "stdlib": python["stdlib"], "site_packages": python["purelib"]}
+    folders = {"recipe": os.path.abspath(recipe), "corpus": os.path.join(out, "corpus")}
+    return {**folders, "stdlib": python["stdlib"], "site_packages": python["purelib"]}
 
 
 def find(
@@ -64,7 +64,7 @@ def find(
     """
     excluded = [pattern_of(path, roots, anchored=False) for path in source_input.exclude]
     files: dict[str, FileVersion] = {}
-    without = []
+    unmatched = []
     for path in source_input.paths:
         pattern = pattern_of(path, roots)
         matches = {file[0]: file for file in _glob(pattern)}
@@ -78,10 +78,10 @@ def find(
         if not chosen:
             folder = f" (a folder; give its files, such as {pattern}/**/*)"
             hint = " (all excluded)" if matches else folder * os.path.isdir(pattern)
-            without.append(pattern + hint)
+            unmatched.append(pattern + hint)
         files |= chosen
-    if without and all_match:
-        raise ValueError(f"no file matches {', '.join(without)}")
+    if unmatched and all_match:
+        raise ValueError(f"no file matches {', '.join(unmatched)}")
     for name in files:
         # the plan is JSON, which cannot hold such a name
         if name.encode(errors="ignore").decode() != name:
@@ -158,17 +158,17 @@ def _describe_remote(name: str, info: Json) -> FileVersion:
 
 def check_unchanged(files: Iterable[FileVersion]) -> None:
     """Raise ValueError for a file that differs from its plan."""
-    again = "start again with `plan`, which lists the files again, or with `prepare`"
+    remedy = "start again with `plan`, which lists the files again, or with `prepare`"
     for name, size, version in files:
         try:
-            _, now_bytes, now = _stat_file(name)
+            _, current_bytes, current = _stat_file(name)
         except FileNotFoundError as error:
-            raise ValueError(f"{name} is planned and no longer there; {again}") from error
-        if (now_bytes, now) != (size, version):
-            how = f"{size:,} bytes then, {now_bytes:,} now"
-            if now_bytes == size:
-                how = "same size, other time or tag"
-            raise ValueError(f"{name} has changed since it was planned ({how}); {again}")
+            raise ValueError(f"{name} is planned and no longer there; {remedy}") from error
+        if (current_bytes, current) != (size, version):
+            difference = f"{size:,} bytes then, {current_bytes:,} now"
+            if current_bytes == size:
+                difference = "same size, other time or tag"
+            raise ValueError(f"{name} has changed since it was planned ({difference}); {remedy}")
 
 
 def check_kind(source_input: Input, files: Iterable[FileVersion]) -> None:
@@ -199,9 +199,9 @@ class Dropped(Counter[str]):
         # names of files that are lost as a whole
         self.files: set[str] = set()
 
-    def add(self, reason: str, where: str, count: int = 1) -> None:
+    def add(self, reason: str, place: str, count: int = 1) -> None:
         self[reason] += count
-        self.examples.setdefault(reason, where)
+        self.examples.setdefault(reason, place)
 
     def add_file(self, name: str, error: Unreadable, count: int = 1) -> None:
         """Count a whole file, or `count` documents of it."""

@@ -59,9 +59,9 @@ class _Bzip2(io.RawIOBase):
             if self._stream.eof:
                 packed = self._stream.unused_data.lstrip(b"\0")
                 while not packed:
-                    if not (more := self._raw.read(_PACKED_BYTES)):
+                    if not (part := self._raw.read(_PACKED_BYTES)):
                         return 0
-                    packed = more.lstrip(b"\0")
+                    packed = part.lstrip(b"\0")
                 self._stream = bz2.BZ2Decompressor()
             elif self._stream.needs_input and not (packed := self._raw.read(_PACKED_BYTES)):
                 raise EOFError("ends inside of a stream")

@@ -156,9 +156,9 @@ def _bytes_read(units: np.ndarray, begins: np.ndarray, ends: np.ndarray) -> np.n
     unit, first, last = units[order], *_blocks(begins[order], ends[order])
     same_file = unit[1:] == unit[:-1]
     first[1:] = np.where(same_file, np.maximum(first[1:], last[:-1]), first[1:])
-    read = np.empty(len(order), dtype=np.int64)
-    read[order] = (last - first) * BLOCK_BYTES
-    return read
+    read_bytes = np.empty(len(order), dtype=np.int64)
+    read_bytes[order] = (last - first) * BLOCK_BYTES
+    return read_bytes
 
 
 def _blocks(begins: np.ndarray, ends: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -160,7 +160,7 @@ class Dedup(Grouped):
 
     def work(self, unit: Unit, folder: Path) -> Json:
         # its rows of all ranges: every row is written once and read once
-        _, receipt, first = next(each for each in of_all(self, SIGNATURES) if each[0] == unit)
+        _, receipt, first = next(group for group in of_all(self, SIGNATURES) if group[0] == unit)
         count = receipt["counts"]["documents"]
         with blocks.open_files(self.out, BANDS, self._bands(), SORTED) as files:
             ranges = [file.read_rows("number", first, first + count)["number"] for file in files]

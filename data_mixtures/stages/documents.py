@@ -129,8 +129,8 @@ def find_left_out(recipe: Recipe, out: Path, unit: Unit) -> Mapping[str, np.ndar
 
 
 def read_remaining(recipe: Recipe, out: Path, unit: Unit) -> Iterator[Documents]:
-    without = np.concatenate(list(find_left_out(recipe, out, unit).values()))
-    return read_documents(stage.check_file(out, "filter", unit, DOCUMENTS), without)
+    left_out = np.concatenate(list(find_left_out(recipe, out, unit).values()))
+    return read_documents(stage.check_file(out, "filter", unit, DOCUMENTS), left_out)
 
 
 def read_documents(path: Path, without: Any = ()) -> Iterator[Documents]:
@@ -140,9 +140,9 @@ def read_documents(path: Path, without: Any = ()) -> Iterator[Documents]:
         first = 0
         stays[np.asarray(without, np.int64)] = False
         for batch in parquet.iter_batches(_BATCH_ROWS):
-            here = stays[first : first + batch.num_rows]
+            stays_here = stays[first : first + batch.num_rows]
             first = first + batch.num_rows
-            batch = batch if here.all() else batch.filter(pa.array(here))
+            batch = batch if stays_here.all() else batch.filter(pa.array(stays_here))
             ids, texts, origins = (
                 batch.column(name).cast(pa.binary()).to_pylist() for name in COLUMNS
             )

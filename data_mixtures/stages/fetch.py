@@ -276,11 +276,11 @@ def _write(entry: Json, names: Mapping[str, str], target: Path, dropped: local.D
 def sum_lost_files(fetched: Iterable[Json]) -> Json:
     """Return {"files": {name: bytes}, "share" of all bytes} of the files lost as a whole."""
     files = Counter[str]()
-    read = 0
+    total_bytes = 0
     for counts in fetched:
         files.update(counts.get("lost_files", {}))
-        read += counts.get("file_bytes", 0)
-    return {"files": dict(sorted(files.items())), "share": files.total() / max(read, 1)}
+        total_bytes += counts.get("file_bytes", 0)
+    return {"files": dict(sorted(files.items())), "share": files.total() / max(total_bytes, 1)}
 
 
 def describe_lost_files(lost_files: Json) -> str:
@@ -313,21 +313,21 @@ def check_dropped(
                         examples.setdefault(
                             reason, dict(counts.get("examples", ())).get(reason, place)
                         )
-        read = sum(
+        documents = sum(
             counts["documents"] + sum(counts.get("dropped", {}).values()) for counts in fetched
         )
         # a file that is lost is one document at least, and nobody knows how many more
         names = "lost_file_bytes", "file_bytes"
         lost_bytes, size = (sum(counts.get(name, 0) for counts in fetched) for name in names)
-        share = max(losses.total() / max(read, 1), lost_bytes / max(size, 1))
+        share = max(losses.total() / max(documents, 1), lost_bytes / max(size, 1))
         if share > recipe.max_dropped_share:
-            why = "; ".join(
+            reasons = "; ".join(
                 f"{losses[reason]:,} {reason}, such as {place}"
                 for reason, place in examples.items()
             )
             raise ValueError(
-                f"source {source!r}: {share:.1%} could not be read ({losses.total():,} of {read:,} documents, "
-                f"{lost_bytes:,} of {size:,} bytes of files): {why}. Repair or exclude them, or raise "
+                f"source {source!r}: {share:.1%} could not be read ({losses.total():,} of {documents:,} documents, "
+                f"{lost_bytes:,} of {size:,} bytes of files): {reasons}. Repair or exclude them, or raise "
                 f"max_dropped_share = {recipe.max_dropped_share} in the recipe"
             )
 

@@ -50,8 +50,8 @@ class Filter(Stage):
         part = [keep, recipe.seed] if keep < 1 else []
         index = decontaminate.identity(self.out, recipe.filter.benchmarks)
         steps = quality.identity(quality.steps_of(recipe, unit.source))
-        read = [_text_column(entry), index, entry.get("path"), self._rows_before(unit)]
-        return stage.key_of(self.name, limits, part, steps, *read, files)
+        inputs = [_text_column(entry), index, entry.get("path"), self._rows_before(unit)]
+        return stage.key_of(self.name, limits, part, steps, *inputs, files)
 
     def work(self, unit: Unit, folder: Path) -> Json:
         raw = stage.check_file(self.out, "fetch", unit, RAW)
@@ -250,11 +250,11 @@ def read_raw(
                     f"{path} has no column {column!r}; its columns: {', '.join(names)}"
                 )
             origins = [ORIGIN] if file is None else origin_columns(parquet.schema_arrow)
-            more = [name for name in origins if name in names and name != column]
+            origin_names = [name for name in origins if name in names and name != column]
             first = before
-            for batch in parquet.iter_batches(_BATCH_ROWS, columns=[column, *more]):
+            for batch in parquet.iter_batches(_BATCH_ROWS, columns=[column, *origin_names]):
                 texts = batch.column(column).cast(pa.large_binary()).to_pylist()
-                columns = {name: read_values(batch.column(name)) for name in more}
+                columns = {name: read_values(batch.column(name)) for name in origin_names}
                 rows = []
                 for place, text in enumerate(texts):
                     fields = {name: values[place] for name, values in columns.items()}

@@ -51,12 +51,12 @@ def write(
     for source in sources:
         outcomes[source] = _publish(recipe, out, source, replace)
         console.print(f"{out / source}: {outcomes[source]}", soft_wrap=True)
-    how = recipe.seed, recipe.seq_len, recipe.epoch_cap, recipe.packing
+    settings = recipe.seed, recipe.seq_len, recipe.epoch_cap, recipe.packing
     for phase, weights in recipe.phases.items():
         missing = [name for name in weights if not (out / name / shards.MANIFEST).is_file()]
         absent = f"{phase} is not pinned yet: {', '.join(missing)} not prepared"
         console.print(
-            absent if missing else f"{mixture.pin(out, phase, weights, *how)}", soft_wrap=True
+            absent if missing else f"{mixture.pin(out, phase, weights, *settings)}", soft_wrap=True
         )
     return outcomes
 
@@ -70,11 +70,11 @@ def check_pinned(recipe: Recipe, out: Path, sources: tuple[str, ...]) -> None:
             for name, pin in _pins(out, source).items()
             if pin == published.get("content_sha256")
         ]
-        now = _decides(recipe, out, source)
-        then = published.get("recipe", {})
-        other = [key for key in then if now.get(key, then[key]) != then[key]]
+        current = _decides(recipe, out, source)
+        recorded = published.get("recipe", {})
+        other = [key for key in recorded if current.get(key, recorded[key]) != recorded[key]]
         if locks and other:
-            differ = "; ".join(f"{key} = {then[key]!r}, now {now[key]!r}" for key in other)
+            differ = "; ".join(f"{key} = {recorded[key]!r}, now {current[key]!r}" for key in other)
             raise ValueError(
                 f"{out / source} is pinned by {', '.join(locks)} and was made with {differ}: other data would replace "
                 "it, and a run of that lock could not go on. Nothing was done; use another --out, or give --replace"
@@ -145,8 +145,8 @@ def _publish(recipe: Recipe, out: Path, source: str, replace: bool) -> str:
     count = len(shuffle.WriteShards(recipe, out, (source,)).units())
     written = receipts(out, shuffle.SHUFFLE, source, count)
     description = _description(recipe, out, source, written)
-    if there := store.of(out):
-        return _publish_there(there, out, source, description, written, replace)
+    if remote := store.of(out):
+        return _publish_there(remote, out, source, description, written, replace)
     files = {
         name: stage.unit_folder(out, shuffle.SHUFFLE, Unit(source, number)) / name
         for number, receipt in enumerate(written)
@@ -156,8 +156,8 @@ def _publish(recipe: Recipe, out: Path, source: str, replace: bool) -> str:
     published = _manifest(final)
     with suppress(ValueError, FileNotFoundError):
         shards.check_sizes(final, description)
-        same = published.get("content_sha256") == shards.content_sha256(description)
-        if same and all(_is_copy(final / name, path) for name, path in files.items()):
+        is_same = published.get("content_sha256") == shards.content_sha256(description)
+        if is_same and all(_is_copy(final / name, path) for name, path in files.items()):
             described = {**published, **description, "code_version": published["code_version"]}
             # the same data, but its counts or its plan changed
             if described != published:
@@ -187,7 +187,7 @@ def _is_copy(link: Path, path: Path) -> bool:
 
 
 def _publish_there(
-    there: store.Store,
+    remote: store.Store,
     out: Path,
     source: str,
     description: Json,
@@ -195,7 +195,7 @@ def _publish_there(
     replace: bool,
 ) -> str:
     final = out / source
-    sizes = there.sizes(out / source)
+    sizes = remote.sizes(out / source)
     names = {shards.MANIFEST}
     unpublished = dict[Unit, Json]()
     for unit, receipt in (
@@ -207,25 +207,27 @@ def _publish_there(
         elif any(sizes.get(name) != entry["bytes"] for name, entry in receipt["files"].items()):
             stage.forget(out, shuffle.SHUFFLE, unit)
             raise ValueError(
-                f"{there.url}/{source} lacks files of {unit}; start again: it makes them"
+                f"{remote.url}/{source} lacks files of {unit}; start again: it makes them"
             )
     published = _manifest(final)
-    same = published.get("content_sha256") == shards.content_sha256(description) and not unpublished
-    made_by = {"code_version": published["code_version"]} if same else {}
-    if not same:
+    is_same = (
+        published.get("content_sha256") == shards.content_sha256(description) and not unpublished
+    )
+    made_by = {"code_version": published["code_version"]} if is_same else {}
+    if not is_same:
         if not replace:
             _refuse_other_data(out, source, description)
-        there.remove([final / shards.MANIFEST])
+        remote.remove([final / shards.MANIFEST])
     # a store has no links: files move from their units, and source.json is written last
     for unit, files in unpublished.items():
         for name in files:
-            there.copy(stage.unit_folder(out, shuffle.SHUFFLE, unit) / name, final / name)
+            remote.copy(stage.unit_folder(out, shuffle.SHUFFLE, unit) / name, final / name)
         stage.free(out, shuffle.SHUFFLE, unit)
-    there.remove(final / name for name in sizes.keys() - names)
+    remote.remove(final / name for name in sizes.keys() - names)
     final.mkdir(exist_ok=True)
     shards.write_manifest(final, {**description, **made_by})
-    there.put(final / shards.MANIFEST)
-    return "reused" if same else "built"
+    remote.put(final / shards.MANIFEST)
+    return "reused" if is_same else "built"
 
 
 _code_version = functools.cache(functools.partial(code_version, Path(__file__).parents[1]))
@@ -281,7 +283,7 @@ def _counts(out: Path, source: str) -> Json:
     )
     filtered, tokenized = (stage.counts(out, name, source) for name in ("filter", "tokenize"))
     ordered = _read_order_counts(out, source)
-    parts = [each[part] for each in ordered for part in ("train", "valid")]
+    parts = [counts[part] for counts in ordered for part in ("train", "valid")]
     totals = {name: sum(part[name] for part in parts) for name in ("documents", "tokens", "bytes")}
     dropped = Counter[str]()
     for counts in fetched:
@@ -330,10 +332,10 @@ def _count_unused(recipe: Recipe, out: Path, source: str, train: list[Json], val
     ordered = _read_order_counts(out, source)
     for part, files in (("train", train), ("valid", [valid])):
         windows = sum(entry["windows"] for entry in files)
-        tokens = sum(each[part]["tokens"] for each in ordered)
+        tokens = sum(counts[part]["tokens"] for counts in ordered)
         unused[f"{part}_tokens"] = tokens - windows * recipe.seq_len - bool(windows)
     begun = sum(entry["docs"]["documents"] for entry in train)
-    documents = sum(each["train"]["documents"] for each in ordered)
+    documents = sum(counts["train"]["documents"] for counts in ordered)
     return {**unused, "train_documents": documents - begun}
 
 

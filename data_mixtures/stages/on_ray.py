@@ -65,8 +65,8 @@ def _connect() -> Any:
         missing = f"--executor ray needs a package that is missing ({error})"
         raise ValueError(f"{missing}: pip install 'laneformer[ray]'") from error
     if not ray.is_initialized():
-        here: Json = (
+        options: Json = (
             {} if os.environ.get("RAY_ADDRESS") else {"object_store_memory": OBJECT_STORE_BYTES}
         )
-        ray.init(log_to_driver=False, logging_level=logging.WARNING, **here)
+        ray.init(log_to_driver=False, logging_level=logging.WARNING, **options)
     return ray

@@ -65,8 +65,8 @@ class RunContext:
         # for what runs in this process, wherever units run
         return self.options.workers if self.options.kind == "local" else usable_cpus()
 
-    def run(self, kind: Callable[..., stage.Stage], *more: Any) -> None:
-        work = kind(*self.scope, *more)
+    def run(self, kind: Callable[..., stage.Stage], *arguments: Any) -> None:
+        work = kind(*self.scope, *arguments)
         receipts = run_units(work, self.options, self.console)
         if self.tables and receipts:
             self.console.print(summary(work.name, receipts))

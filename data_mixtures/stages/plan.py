@@ -120,8 +120,8 @@ def _groups(
 ) -> Iterator[tuple[list[local.FileVersion], list[int], list[Json]]]:
     """Yield files of a group, row groups (of contents), and the plan of each unit."""
     if source_input.kind == "resolved":
-        whole: list[Json] = [{}]
-        yield from (([file], rows, whole) for file in files for rows in content.units(file[0]))
+        one_unit: list[Json] = [{}]
+        yield from (([file], rows, one_unit) for file in files for rows in content.units(file[0]))
     elif source_input.kind == "parquet":
         yield from (([file], [], _row_groups(*file[:2])) for file in files)
     # the cap is on the text found, so a capped input is one unit

@@ -72,12 +72,12 @@ def steps_of(recipe: Recipe, source: str) -> list[Json]:
     """Return a source's steps as tables; model paths are relative to the recipe's folder."""
     override = recipe.source(source).steps
     steps = recipe.filter.steps if override is None else override
-    tables = [{"name": each} if isinstance(each, str) else dict(each) for each in steps]
+    tables = [{"name": step} if isinstance(step, str) else dict(step) for step in steps]
     return [
-        {**each, "model": str(recipe.folder / Path(each["model"]).expanduser())}
-        if "model" in each
-        else each
-        for each in tables
+        {**step, "model": str(recipe.folder / Path(step["model"]).expanduser())}
+        if "model" in step
+        else step
+        for step in tables
     ]
 
 
@@ -89,8 +89,8 @@ def load(steps: Iterable[Json]) -> tuple[Step, ...]:
 def _load(arguments: Json) -> Step:
     name = arguments.pop("name", None)
     check_known("filter step", [name], CLASSES)
-    where, changes = CLASSES[name]
-    module, _, kind = where.partition(".")
+    class_path, changes = CLASSES[name]
+    module, _, kind = class_path.partition(".")
     step_class = getattr(importlib.import_module(f"datatrove.pipeline.{module}"), kind)
     parameters = [
         parameter

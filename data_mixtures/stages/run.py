@@ -153,11 +153,11 @@ def run_units(stage: Stage, options: Options, console: Console) -> dict[Unit, Js
 
 
 def _read_receipts(stage: Stage, units: list[Unit]) -> None:
-    if there := store.of(stage.out):
+    if remote := store.of(stage.out):
         # the plan and what else workers need
-        there.save()
+        remote.save()
         for source in {unit.source for unit in units}:
-            there.read_receipts(stage.out / stage.name / source, again=True)
+            remote.read_receipts(stage.out / stage.name / source, again=True)
 
 
 def _remove_others(stage: Stage, units: list[Unit]) -> None:
@@ -168,8 +168,8 @@ def _remove_others(stage: Stage, units: list[Unit]) -> None:
     # units of an older plan, or of a time with more text
     for folder in present - expected:
         shutil.rmtree(folder)
-        if there := store.of(stage.out):
-            there.remove([folder], recursive=True)
+        if remote := store.of(stage.out):
+            remote.remove([folder], recursive=True)
 
 
 def summary(stage: str, receipts: Mapping[Unit, Json]) -> Table:

@@ -58,10 +58,10 @@ class OrderDocuments(Stage):
         with blocks.open_files(self.out, *runs, INDEX) as files:
             parts = sorted_runs.read_slices(files, low, high)
         documents = sorted_runs.drop_duplicates(sorted_runs.in_order(parts))
-        read = sum(map(len, parts))
+        read_count = sum(map(len, parts))
         limit = shards.find_held_out_limit(self.recipe.valid_per_10000_of(unit.source))
         held_out = documents["low"] < np.uint64(limit)
-        counts: Json = {"documents": read, "duplicate": read - len(documents)}
+        counts: Json = {"documents": read_count, "duplicate": read_count - len(documents)}
         for name, part in (("train", documents[~held_out]), ("valid", documents[held_out])):
             shards.save_array(folder / f"{name}.npy", with_columns(part, _PLACED))
             counts[name] = {**totals(part), "longest": int(part["length"].max(initial=0))}
@@ -100,8 +100,8 @@ class WriteShards(Stage):
             windows = -(-self._count(source, "train", "tokens") // self.recipe.seq_len)
         return -(-windows // self.recipe.windows_per_shard)
 
-    def _count(self, source: str, part: str, what: str) -> int:
-        return sum(receipt["counts"][part][what] for receipt in self._orders(source))
+    def _count(self, source: str, part: str, figure: str) -> int:
+        return sum(receipt["counts"][part][figure] for receipt in self._orders(source))
 
     def _windows(self, source: str, part: str) -> int:
         return shards.windows_in(self._count(source, part, "tokens"), self.recipe.seq_len)
@@ -112,8 +112,10 @@ class WriteShards(Stage):
     def key(self, unit: Unit) -> str:
         order = [receipt["files"] for receipt in self._orders(unit.source)]
         runs = sorted_runs.receipts(self.out, unit.source)
-        read = [[receipt["files"][name] for name in SLICED] for receipt in runs]
-        return stage.key_of(self.name, unit.number, layout(self.recipe, unit.source), order, read)
+        run_files = [[receipt["files"][name] for name in SLICED] for receipt in runs]
+        return stage.key_of(
+            self.name, unit.number, layout(self.recipe, unit.source), order, run_files
+        )
 
     def work(self, unit: Unit, folder: Path) -> Json:
         part = "train" if unit.number < self.shards(unit.source) else "valid"
@@ -131,13 +133,13 @@ class WriteShards(Stage):
             return entry
         runs = sorted_runs.find_units(self.out, unit.source)
         with blocks.open_files(self.out, *runs, ORIGINS) as files:
-            where = index["unit"], index["origin"], index["origin_bytes"]
-            origins = blocks.gather(files, *where, np.dtype("u1"))
+            slices = index["unit"], index["origin"], index["origin_bytes"]
+            origins = blocks.gather(files, *slices, np.dtype("u1"))
             if order is not None:
                 offsets = np.append(0, np.cumsum(index["origin_bytes"], dtype=np.int64))
-                whole = np.concatenate([np.empty(0, np.uint8), *origins])
+                origin_bytes = np.concatenate([np.empty(0, np.uint8), *origins])
                 index = index[order]
-                origins = blocks.take_values(offsets, whole, order)
+                origins = blocks.take_values(offsets, origin_bytes, order)
             columns = [index[column] for column in ("low", "length", "origin_bytes")]
             docs = shards.write_documents(path.with_suffix(".docs.zst"), columns, origins)
         return {**entry, "docs": docs}

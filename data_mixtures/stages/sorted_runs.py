@@ -81,25 +81,25 @@ class Runs(Stage):
         names = "documents", "tokens", "bytes"
         total = {name: sum(receipt["counts"][name] for receipt in receipts) for name in names}
         with ExitStack() as stack:
-            read = {
+            inputs = {
                 n: stack.enter_context(blocks.open_files(self.out, "tokenize", group, n))
                 for n in SLICED
             }
-            written = {name: stack.enter_context((folder / name).open("wb")) for name in SLICED}
-            shards.write_array_header(written[INDEX], DOCUMENT, total["documents"])
+            outputs = {name: stack.enter_context((folder / name).open("wb")) for name in SLICED}
+            shards.write_array_header(outputs[INDEX], DOCUMENT, total["documents"])
             at = {TOKENS: 0, ORIGINS: 0}
             for keys in key_ranges(total["documents"]):
                 # drops nothing and keeps ties in unit order: shards are the same without a merge
-                rows = in_order(read_slices(read[INDEX], *keys))
+                rows = in_order(read_slices(inputs[INDEX], *keys))
                 for name, start, length, dtype in parts(token_dtype(receipts)):
                     lengths = rows[length].astype(np.int64)
                     for piece in blocks.gather(
-                        read[name], rows["unit"], rows[start], lengths, dtype
+                        inputs[name], rows["unit"], rows[start], lengths, dtype
                     ):
-                        written[name].write(piece.data)
+                        outputs[name].write(piece.data)
                     rows[start] = at[name] + np.cumsum(lengths) - lengths
                     at[name] += int(lengths.sum())
-                written[INDEX].write(with_columns(rows, DOCUMENT).data)
+                outputs[INDEX].write(with_columns(rows, DOCUMENT).data)
         for name in SLICED:
             blocks.seal(folder / name)
         return total

@@ -174,8 +174,8 @@ def code_sha256() -> str:
 def read_receipt(out: Path, stage: str, unit: Unit) -> Json | None:
     """Return a unit's {"key", "code", "files": {name: {"bytes", "xxh3"}}, "counts"[, "freed"]}, or None."""
     path = unit_folder(out, stage, unit) / RECEIPT
-    if there := store.of(out):
-        there.pull(path)
+    if remote := store.of(out):
+        remote.pull(path)
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, json.JSONDecodeError):
@@ -192,8 +192,8 @@ def receipt_of(out: Path, stage: str, unit: Unit) -> Json:
 def receipts(out: Path, stage: str, source: str, count: int | None = None) -> tuple[Json, ...]:
     """Return the receipts of a source's first `count` units (default: all); ValueError if one is missing."""
     folder = out / stage / source
-    if there := store.of(out):
-        there.read_receipts(folder)
+    if remote := store.of(out):
+        remote.read_receipts(folder)
     # a unit appears by a rename in this folder, so its time tells when receipts must be read again
     changed_ns = folder.stat().st_mtime_ns if folder.is_dir() else 0
     count = len(list_units(out, source)) if count is None else count
@@ -217,10 +217,10 @@ def result(out: Path, stage: str, unit: Unit) -> tuple[Path, Json]:
         raise ValueError(
             f"{folder} was freed, and is needed again; remove it (or all of {folder.parent}) and run {stage!r} again"
         )
-    if there := store.of(out):
+    if remote := store.of(out):
         for name in receipt["files"]:
             if name.endswith(".json"):
-                there.pull(folder / name)
+                remote.pull(folder / name)
     return folder, receipt
 
 
@@ -233,8 +233,8 @@ def check_file(out: Path, stage: str, unit: Unit, name: str) -> Path:
     folder, receipt = result(out, stage, unit)
     path = folder / name
     expected = receipt["files"][name]
-    if there := store.of(out):
-        there.pull(path)
+    if remote := store.of(out):
+        remote.pull(path)
     entry = _entry(path) if path.is_file() else {"bytes": 0, "xxh3": "none"}
     if entry == expected:
         return path
@@ -257,8 +257,8 @@ def forget(out: Path, stage: str, unit: Unit) -> None:
         (folder / RECEIPT).unlink(missing_ok=True)
         # the folder's time tells readers that receipts changed
         os.utime(folder.parent)
-    if there := store.of(out):
-        there.remove([folder / RECEIPT])
+    if remote := store.of(out):
+        remote.remove([folder / RECEIPT])
 
 
 def is_done(stage: Stage, unit: Unit) -> bool:
@@ -284,9 +284,9 @@ def free(out: Path, stage: str, unit: Unit) -> int:
     shards.write_json(folder / RECEIPT, {**receipt, "freed": True})
     files = receipt["files"].items()
     large = {folder / name: entry["bytes"] for name, entry in files if not name.endswith(".json")}
-    if there := store.of(out):
-        there.put(folder / RECEIPT)
-        there.remove(large)
+    if remote := store.of(out):
+        remote.put(folder / RECEIPT)
+        remote.remove(large)
     for path in large:
         path.unlink(missing_ok=True)
     return 0 if receipt.get("freed") else sum(large.values())
@@ -328,8 +328,8 @@ def do(stage: Stage, unit: Unit) -> None:
         receipt = {"key": stage.key(unit), "code": code_sha256(), "files": files, "counts": counts}
         shards.write_json(partial / RECEIPT, receipt)
         shards.publish(partial, final)
-        if there := store.of(stage.out):
-            there.push(final)
+        if remote := store.of(stage.out):
+            remote.push(final)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 

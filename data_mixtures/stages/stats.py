@@ -47,8 +47,8 @@ def write(out: Path, sources: tuple[str, ...], console: Console, workers: int) -
         lost_files = manifest.get(
             "lost", {"files": {}, "share": 0}
         )  # older folders say nothing of it
-        more = {"mean": mean, "valid_windows": manifest["valid"]["windows"], "lost": lost_files}
-        facts[name] = {key: manifest[key] for key in FACTS} | more
+        derived = {"mean": mean, "valid_windows": manifest["valid"]["windows"], "lost": lost_files}
+        facts[name] = {key: manifest[key] for key in FACTS} | derived
     shared = count_shared_documents(out, sources, workers)
     result = {"sources": facts, "phases": _phases(out), "shared_documents": shared}
     shards.write_json(out / JSON, result)
@@ -63,8 +63,8 @@ def write(out: Path, sources: tuple[str, ...], console: Console, workers: int) -
 
 
 def print_lost_files(sources: Mapping[str, Json], console: Console) -> None:
-    for name, each in sources.items():
-        if sentence := describe_lost_files(each["lost"]):
+    for name, facts in sources.items():
+        if sentence := describe_lost_files(facts["lost"]):
             line = f"{name}: {sentence}"
             console.print(line, style="yellow", soft_wrap=True, markup=False)
 
@@ -102,25 +102,25 @@ def sizes_and_lengths(manifests: Mapping[str, Json]) -> tuple[Table, Table]:
 def _shares_table(stats: Json) -> Table:
     sources = stats["sources"]
     phases = stats["phases"]
-    total = sum(each["tokens"] for each in sources.values())
+    total = sum(facts["tokens"] for facts in sources.values())
     rows = []
-    for name, each in sources.items():
+    for name, facts in sources.items():
         shares = [
-            each["tokens"] / total,
+            facts["tokens"] / total,
             *(phase["shares"].get(name, 0) for phase in phases.values()),
         ]
-        rows.append([name, each["category"], *(f"{share:.2%}" for share in shares)])
+        rows.append([name, facts["category"], *(f"{share:.2%}" for share in shares)])
     return figures("Shares", ("source", "category", "of all tokens", *phases), rows)
 
 
 def _make_dropped_table(sources: Json) -> Table:
     # a sum of Counters leaves out what is 0
-    reasons = sorted(sum((Counter(each["dropped"]) for each in sources.values()), Counter()))
+    reasons = sorted(sum((Counter(facts["dropped"]) for facts in sources.values()), Counter()))
     rows = []
-    for name, each in sources.items():
-        counts = [each["dropped"].get(reason, 0) for reason in reasons]
-        shares = each["kept"] / max(each["read"], 1), each["lost"]["share"]
-        rows.append([name, each["read"], *counts, *(f"{share:.2%}" for share in shares)])
+    for name, facts in sources.items():
+        counts = [facts["dropped"].get(reason, 0) for reason in reasons]
+        shares = facts["kept"] / max(facts["read"], 1), facts["lost"]["share"]
+        rows.append([name, facts["read"], *counts, *(f"{share:.2%}" for share in shares)])
     return figures("Dropped", ("source", "read", *reasons, "kept", "bytes lost"), rows)
 
 

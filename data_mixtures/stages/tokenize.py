@@ -211,7 +211,7 @@ def _tokenizer_key(recipe: Recipe, out: Path) -> str:
     if recipe.dedup.minhash:
         units = [unit for source in recipe.sources for unit in stage.list_units(out, source.name)]
         rows = [documents.near_copies(recipe, out, unit).tobytes() for unit in units]
-        left_out = [xxhash.xxh3_64_hexdigest(each) for each in rows]
+        left_out = [xxhash.xxh3_64_hexdigest(unit_rows) for unit_rows in rows]
     return stage.key_of(
         "tokenizer", asdict(settings), recipe.seed, _find_most_held_out(recipe), files, left_out
     )
@@ -219,7 +219,7 @@ def _tokenizer_key(recipe: Recipe, out: Path) -> str:
 
 def _find_most_held_out(recipe: Recipe) -> int:
     # what any source holds out is not in the training sample
-    return max(recipe.valid_per_10000_of(each.name) for each in recipe.sources)
+    return max(recipe.valid_per_10000_of(source.name) for source in recipe.sources)
 
 
 def training_sample(recipe: Recipe, out: Path, train_bytes: int) -> list[str]:

@@ -52,8 +52,8 @@ def verify(out: Path, sources: tuple[str, ...], console: Console, workers: int) 
     for source, manifest in manifests.items():
         damage += _check_listing(out / source, manifest)
     damage += _check_locks(out, manifests)
-    for each in damage:
-        console.print(f"damaged: {each}", style="red", soft_wrap=True, markup=False)
+    for item in damage:
+        console.print(f"damaged: {item}", style="red", soft_wrap=True, markup=False)
     count = sum(len(shards.files_of(entry)) for _, _, entry in files)
     size = sum(entry["bytes"] for _, _, entry in files)
     console.print(f"{count} files, {size:,} bytes: {len(damage)} damaged")
@@ -110,7 +110,7 @@ def _check_tokens(path: Path, entry: Json, bos_id: int) -> tuple[list[Damage], n
     if not path.is_file():
         return [Damage(path, f"missing; {entry['bytes']} bytes in the manifest")], None
     damage: list[Damage] = []
-    whole = hashlib.sha256()
+    digest = hashlib.sha256()
     begins = [np.empty(0, np.int64)]
     dtype = shards.token_dtype(entry)
     # one pass: sha256 of the file, the hash of each 16 MiB block, which locates damage, and the
@@ -118,7 +118,7 @@ def _check_tokens(path: Path, entry: Json, bos_id: int) -> tuple[list[Damage], n
     for number, expected in enumerate(entry["xxh3_blocks"]):
         at = number * shards.BLOCK_BYTES
         block = _read_block(path, at)
-        whole.update(block)
+        digest.update(block)
         if expected != xxhash.xxh3_64_hexdigest(block):
             reason = f"does not have its hash {expected}" if block else "cannot be read"
             damage.append(Damage(path, f"block {number} {reason}"))
@@ -128,9 +128,9 @@ def _check_tokens(path: Path, entry: Json, bos_id: int) -> tuple[list[Damage], n
         damage.append(
             Damage(path, f"{size} bytes, {entry['bytes']} in the manifest: truncated or foreign")
         )
-    elif whole.hexdigest() != entry["sha256"] and not damage:
+    elif digest.hexdigest() != entry["sha256"] and not damage:
         damage.append(
-            Damage(path, f"sha256 {whole.hexdigest()}, {entry['sha256']} in the manifest")
+            Damage(path, f"sha256 {digest.hexdigest()}, {entry['sha256']} in the manifest")
         )
     return damage, None if damage else np.concatenate(begins)
 
@@ -178,7 +178,7 @@ def remedy(recipe_path: Path, out: Path, damage: Iterable[Damage]) -> list[str]:
     # again from the tokenized units. `prepare` compares manifests, locks and the tokenizer by
     # itself.
     gone: dict[Path, None] = {}
-    for path in (each.path for each in damage):
+    for path in (item.path for item in damage):
         if path.parent == out or path.name == shards.MANIFEST:
             continue
         number = int(shard[1]) if (shard := re.match(r"shard-(\d+)\.", path.name)) else None

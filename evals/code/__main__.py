@@ -84,9 +84,9 @@ def solutions(answers: list[JsonObject], chat: bool, dataset: Dataset) -> list[J
         if chat:
             code, rule = select_function(row["answer"], problem["entry_point"])
         else:
-            whole = make_prompt(problem, chat=False) + row["answer"]
+            program = make_prompt(problem, chat=False) + row["answer"]
             rule = "completion"
-            code = cut_beginning(whole.split("\n")) or whole
+            code = cut_beginning(program.split("\n")) or program
         rows.append(
             {"task_id": row["task_id"], "sample": row["sample"], "rule": rule, "solution": code}
         )
@@ -166,8 +166,8 @@ def main(
     scores, lines = score_answers(judge, answers, chat, sampling.n)
     about_data = {"dataset": f"{data.name}+", "version": data.version, "evalplus": EVALPLUS}
     figures = {**about_data, **settings, **scores, "control": control, "sandbox": sandbox}
-    same = ("dataset", "protocol", "prompt", "n", "temperature", "top_p")
-    protocol = {name: figures[name] for name in same}
+    shared = ("dataset", "protocol", "prompt", "n", "temperature", "top_p")
+    protocol = {name: figures[name] for name in shared}
     head = {"kind": "code", "step": about.step, **who, "protocol": protocol}
     figures["items"] = write_items(about.out, head, lines)
     figures["results"] = f"{folder.parent.name}/{folder.name}" if results is None else str(results)

@@ -56,8 +56,8 @@ def are_floats(value: Any) -> bool:
 def close(output: Any, expected: Any, atol: float) -> bool:
     """Do as numpy.allclose(output, expected, rtol=RTOL, atol=atol) for numbers and nested lists of one shape."""
     if isinstance(expected, list | tuple):
-        same = isinstance(output, list | tuple) and len(output) == len(expected)
-        return same and all(close(a, b, atol) for a, b in zip(output, expected, strict=True))
+        same_shape = isinstance(output, list | tuple) and len(output) == len(expected)
+        return same_shape and all(close(a, b, atol) for a, b in zip(output, expected, strict=True))
     numbers = (int, float, complex)
     if not isinstance(output, numbers) or not isinstance(expected, numbers):
         return False

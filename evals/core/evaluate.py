@@ -238,14 +238,14 @@ def show(figures: JsonObject, bundle: Bundle) -> None:
 
 def list_remarks(figures: JsonObject, bundle: Bundle) -> list[str]:
     absent = {task.label for task in bundle.tasks if bundle.missing(task)}
-    not_chosen = {label for label, why in figures["missing"].items() if why == NOT_CHOSEN}
+    not_chosen = {label for label, reason in figures["missing"].items() if reason == NOT_CHOSEN}
     lines = []
-    for labels, what in (
+    for labels, remark in (
         (absent, "are not in this bundle"),
         (not_chosen, "were not chosen by --tasks"),
     ):
         if labels:
-            lines.append(f"{len(labels)} of {len(TASKS)} tasks {what}: CORE is not computed.")
+            lines.append(f"{len(labels)} of {len(TASKS)} tasks {remark}: CORE is not computed.")
     if absent and bundle.not_core is None:
         names = [task.label for task in TASKS if task.label in absent]
         lines.append(f"Missing: {', '.join(names)}; copy their files from {WHERE_FROM}.")

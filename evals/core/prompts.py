@@ -123,8 +123,8 @@ def locate_answers(sequences: list[list[int]], type_: TaskType) -> list[Prompt]:
     if type_ == "language_modeling":
         # an answer that changes the tokens before it, which nanochat refuses, begins at the first
         # change
-        without, whole = sequences
-        return [Prompt(whole, min(common_prefix(without, whole), len(whole) - 1))]
+        context_ids, whole_ids = sequences
+        return [Prompt(whole_ids, min(common_prefix(context_ids, whole_ids), len(whole_ids) - 1))]
     if type_ == "multiple_choice":
         start = min(common_prefix(sequences[0], other) for other in sequences)
         return [Prompt(ids, start) for ids in sequences]

@@ -91,7 +91,7 @@ class ScorerLM(TemplateLM):
         """Return (log p of the continuation in nats, whether it is the greedy one) of each request."""
         order = sort_by_prefix([context + continuation for _, context, continuation in requests])
         # requests of one context, the choices of a question, are one item
-        items = [list(same) for _, same in itertools.groupby(order, lambda i: requests[i][1])]
+        items = [list(group) for _, group in itertools.groupby(order, lambda i: requests[i][1])]
         prompts = [[self._prompt(*requests[i][1:]) for i in item] for item in items]
 
         def answer(remaining: Iterator[list[Prompt]]) -> Iterator[list[tuple[float, bool]]]:
@@ -137,15 +137,15 @@ class ScorerLM(TemplateLM):
 
     def _complete(
         self,
-        what: str,
+        kind: str,
         items: list[Any],
         answer: Callable[[Iterator[Any]], Iterator[Any]],
         quiet: bool,
         together: int = 1,
     ) -> list[Any]:
         """Answer all items but those that an interrupted evaluation has answered."""
-        name = f"{what}-{hashlib.sha256(repr(items).encode()).hexdigest()[:16]}"
-        return self.partial.complete(name, tqdm(items, what, disable=quiet), answer, together)
+        name = f"{kind}-{hashlib.sha256(repr(items).encode()).hexdigest()[:16]}"
+        return self.partial.complete(name, tqdm(items, kind, disable=quiet), answer, together)
 
     def _generate(self, prompt: list[int], task_options: JsonObject) -> str:
         options: JsonObject = dict(normalize_gen_kwargs(task_options, MAX_GEN_TOKS))

@@ -174,14 +174,14 @@ class Scorer(Encoder):
             raise ValueError(
                 f"{self.folder} has neither BOS nor EOS, which a text without context begins with"
             )
-        whole = [self.bos_id, *ids]
+        sequence = [self.bos_id, *ids]
         room = self.scoring_room - 1
         # disjoint windows, each with all context that fits
         windows = []
-        for begin in range(1, len(whole), room):
-            end = min(begin + room, len(whole))
+        for begin in range(1, len(sequence), room):
+            end = min(begin + room, len(sequence))
             first = max(0, end - room - 1)
-            windows.append([Prompt(whole[first:end], begin - first)])
+            windows.append([Prompt(sequence[first:end], begin - first)])
         return math.fsum(float(scores.logprobs.sum()) for (scores,) in self.score(windows))
 
     def check_prompt(self, prompt: Prompt) -> Prompt:

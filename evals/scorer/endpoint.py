@@ -106,14 +106,16 @@ class EndpointScorer(Scorer):
         try:
             text = (choice["message"]["content"] if chat else choice["text"]) or ""
             # JSON has half characters, which no file takes
-            whole = text.encode(errors="replace").decode()
+            full_text = text.encode(errors="replace").decode()
         except (AttributeError, KeyError, TypeError) as error:
             raise ValueError(
                 f"{self.device}/{path} returned a choice without text ({error!r})"
             ) from None
-        text = cut_at_stop(whole, stops)
+        text = cut_at_stop(full_text, stops)
         finish = choice.get("finish_reason")
-        return Answer(text, "length" if len(text) == len(whole) and finish == "length" else "stop")
+        return Answer(
+            text, "length" if len(text) == len(full_text) and finish == "length" else "stop"
+        )
 
     def _choices(self, path: str, body: JsonObject) -> list[JsonObject]:
         reply = self._post(f"{self.device}/{path}", {"model": self.model, **body})
@@ -161,9 +163,9 @@ def scores_of(choice: JsonObject, prompt: Prompt) -> Scores:
             {*map(number, candidates.values())}
             for candidates in choice_logprobs["top_logprobs"][1:]
         ]
-    whole = len(logprobs) == len(top) + 1 == len(prompt.ids) + 1
+    is_complete = len(logprobs) == len(top) + 1 == len(prompt.ids) + 1
     # without prompt scores, a server would get the accuracy of guessing
-    if not whole or not all(top) or None in set(logprobs[1:]).union(*top):
+    if not is_complete or not all(top) or None in set(logprobs[1:]).union(*top):
         raise ValueError(
             f"the server gave {len(logprobs)} log-probabilities for a prompt of {len(prompt.ids)} ids; one for each of "
             "them and exactly one new token are needed (echo=true, logprobs=1, max_tokens=1)"

@@ -212,10 +212,10 @@ class TransformersScorer(Scorer):
             )
             self._last = out[0].tolist(), options.get(self._cache)
         new = out[0, len(ids) :].tolist()
-        whole = self.text_after(ids, new)
-        text = cut_at_stop(whole, stops)
+        full_text = self.text_after(ids, new)
+        text = cut_at_stop(full_text, stops)
         eos = self._model.generation_config.eos_token_id
-        ended = len(text) < len(whole) or new[-1] in (eos if isinstance(eos, list) else [eos])
+        ended = len(text) < len(full_text) or new[-1] in (eos if isinstance(eos, list) else [eos])
         return Answer(text, "stop" if ended else "length")
 
     def _prefix_of(self, ids: Sequence[int]) -> dict[str, Any]:
