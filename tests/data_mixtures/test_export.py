@@ -38,8 +38,10 @@ def test_a_dataset_has_the_sequences_in_their_order(export, counting_data, world
     tokens, sources = Mixture.open(lock).sequences(6, 1)
     assert np.array_equal(ranks[0][0]["input_ids"], tokens[0])
     assert ranks[0][0]["source"] == f"s{sources[0]}"
-    again = export.as_dataset(lock, 42, rank=1)
-    assert starts(islice(again, 5)) == starts(islice(again, 5)), "each iteration begins at `start`"
+    dataset = export.as_dataset(lock, 42, rank=1)
+    assert starts(islice(dataset, 5)) == starts(islice(dataset, 5)), (
+        "each iteration begins at `start`"
+    )
     with pytest.raises(ValueError, match="its epoch_cap is 3"):
         export.as_dataset(lock, 10**6)
 
@@ -65,9 +67,9 @@ def test_a_node_resumes_anywhere_with_any_number_of_ranks(export, counting_data)
         export.MixtureNode(data / "other.lock.json").reset(states[0])
 
     # torchdata's own loader saves the state of its nodes
-    loader, again = (
+    loader, resumed = (
         Loader(Batcher(export.MixtureNode(lock), 4)) for _ in range(2)
     )  # torchdata's own
     assert starts(list(islice(loader, 3))[2]) == expect_tokens(lock, 8, 4)
-    again.load_state_dict(loader.state_dict())
-    assert starts(next(iter(again))) == expect_tokens(lock, 12, 4)
+    resumed.load_state_dict(loader.state_dict())
+    assert starts(next(iter(resumed))) == expect_tokens(lock, 12, 4)

@@ -125,9 +125,9 @@ def test_verify_finds_a_flipped_bit_and_its_commands_restore_the_bytes(run, fold
     with pytest.raises(ValueError, match=r"1 damaged, named above") as caught:
         run("verify", out="whole")
     # the message ends with the commands, one to a line
-    first, again = (line.strip() for line in str(caught.value).splitlines()[1:])
-    assert str(path) in first
-    script = f"{first}\n{again} --mirror {folder}/mirror --workers 1"
+    removal, preparation = (line.strip() for line in str(caught.value).splitlines()[1:])
+    assert str(path) in removal
+    script = f"{removal}\n{preparation} --mirror {folder}/mirror --workers 1"
     run_shell(script, folder)
     assert files_of(folder / "whole") == whole
     assert "0 damaged" in run("verify", out="whole")

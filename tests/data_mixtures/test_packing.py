@@ -37,11 +37,13 @@ def test_documents_are_whole_where_they_fit_and_each_token_is_a_label_once(lengt
     assert len(packed.tokens) == len(packed.flags) == (count * SIZE + 1 if lengths else 0)
     rows = [slice(at * SIZE, (at + 1) * SIZE) for at in range(count)]
     # the window's last label is the next one's first token
-    labels = [packed.tokens[here][1:][(packed.flags[here][1:] & TRAINED) > 0] for here in rows]
+    labels = [
+        packed.tokens[window][1:][(packed.flags[window][1:] & TRAINED) > 0] for window in rows
+    ]
     assert sorted(np.concatenate([[], *labels])) == sorted(
         np.concatenate([[], *(ids[1:] for ids in documents)])
     )
-    assert not any(packed.flags[here][0] & TRAINED for here in rows)
+    assert not any(packed.flags[window][0] & TRAINED for window in rows)
     begins = np.flatnonzero(packed.flags & BEGINS)
     for n, document in enumerate(documents):
         places = np.flatnonzero(packed.tokens == document[0])

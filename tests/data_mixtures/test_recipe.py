@@ -145,15 +145,15 @@ theirs = 40
 
 def test_what_a_recipe_does_not_say_has_a_default(tmp_path):
     (tmp_path / "own.toml").write_text(SHORTEST)
-    own = recipe_file.load(tmp_path / "own.toml")
-    mine, theirs = own.sources
+    shortest = recipe_file.load(tmp_path / "own.toml")
+    mine, theirs = shortest.sources
     assert mine.inputs[0].paths == ("corpus/*.jsonl.gz", "s3://bucket/*.jsonl", "/there/*")
     assert (mine.inputs[0].field, mine.category, mine.min_bytes) == ("text", "other", 1)
     assert (theirs.configs, theirs.revision, theirs.expected_tokens_b) == (("",), "main", None)
     tokenizer = recipe.TokenizerFile(str(tmp_path / "tokenizer.json"))
-    assert (own.seq_len, own.folder, own.tokenizer) == (4096, tmp_path, tokenizer)
-    assert (own.valid_per_10000_of("mine"), own.valid_per_10000_of("theirs")) == (
-        own.valid_per_10000,
+    assert (shortest.seq_len, shortest.folder, shortest.tokenizer) == (4096, tmp_path, tokenizer)
+    assert (shortest.valid_per_10000_of("mine"), shortest.valid_per_10000_of("theirs")) == (
+        shortest.valid_per_10000,
         0,
     )
 

@@ -65,9 +65,9 @@ def test_half_a_window_left_by_a_crash_is_asked_again(tmp_path):
     first.path.write_text(f"{lines[0]}\n{lines[1][:20]}")
     answered.clear()
     for _ in range(2):
-        again = open_partial(tmp_path / "evals.jsonl", "core", "model")
-        assert again.complete("copa", range(4), answer, together=2) == [0, 1 / 3, 2 / 3, 1.0]
+        reopened = open_partial(tmp_path / "evals.jsonl", "core", "model")
+        assert reopened.complete("copa", range(4), answer, together=2) == [0, 1 / 3, 2 / 3, 1.0]
     assert answered == [2, 3]
     assert open_partial(tmp_path / "evals.jsonl", "core", "another model").answers == {}
-    again.remove()
+    reopened.remove()
     assert not list(tmp_path.iterdir())

@@ -225,8 +225,8 @@ def test_a_run_that_names_itself_as_its_parent_is_read_and_another_folder_refuse
     with pytest.raises(ValueError, match="is not a run folder"):
         read_run(tmp_path)
     write_rows(tmp_path / "run", [row(1), row(2)])
-    own = {"parent": str(tmp_path / "run/checkpoint/step-50"), "tokens_before": 0}
-    (tmp_path / "run/lineage.json").write_text(json.dumps(own))
+    lineage = {"parent": str(tmp_path / "run/checkpoint/step-50"), "tokens_before": 0}
+    (tmp_path / "run/lineage.json").write_text(json.dumps(lineage))
     assert len(read_run(tmp_path / "run").rows) == 2
 
 

@@ -53,7 +53,7 @@ def test_each_content_once_in_order_with_its_origin_through_failures(tmp_path, c
         # answers before the object itself; five gets it uncompressed
         bucket.flaws = {three: [503, 429, 500], four: [b"damaged"], five: [CONTENTS[5]]}
         counts, rows = fetch_contents(tmp_path, bucket.url)
-        assert bucket.requests == {**{sha1(each): 1 for each in CONTENTS}, three: 4, four: 2}
+        assert bucket.requests == {**{sha1(data): 1 for data in CONTENTS}, three: 4, four: 2}
     assert "/parts: 40 of 300 contents, 0 missing" in capsys.readouterr().err.splitlines()[0]
     assert [row["text"] for row in rows] == CONTENTS
     assert json.loads(rows[299]["origin"]) == {"file": "resolved", "row": 299, "repo": "a/299"}
@@ -63,7 +63,7 @@ def test_each_content_once_in_order_with_its_origin_through_failures(tmp_path, c
 
 def test_a_unit_is_whole_row_groups_and_sha1_may_be_bytes(tmp_path, monkeypatch):
     monkeypatch.setattr(content, "UNIT_ROWS", 100)
-    names = pa.array([bytes.fromhex(sha1(each)) for each in CONTENTS], pa.binary(20))
+    names = pa.array([bytes.fromhex(sha1(data)) for data in CONTENTS], pa.binary(20))
     write_resolved(tmp_path / "resolved.parquet", CONTENTS, sha1=names)
     with FakeBucket(CONTENTS) as bucket:
         _, rows = fetch_contents(
@@ -125,13 +125,13 @@ def test_contents_become_shards_and_missing_ones_stop_the_unit_alone(tmp_path, m
         bucket.requests.clear()
         prepare_folder(tmp_path / "code.toml", out)
         assert set(bucket.requests) == {
-            sha1(each) for each in (*contents[100:110], *contents[200:])
+            sha1(data) for data in (*contents[100:110], *contents[200:])
         }
         # another time is another plan, and not a reason to ask again
         (tmp_path / "resolved.parquet").touch()
         bucket.requests.clear()
         assert "fetch         3 units done" in prepare_folder(tmp_path / "code.toml", out)
-        assert set(bucket.requests) == {sha1(each) for each in contents[107:110]}
+        assert set(bucket.requests) == {sha1(data) for data in contents[107:110]}
     assert not list((out / "fetch/code").glob(".unit-*"))
     manifest = shards.read_manifest(out / "code")
     assert (manifest["read"], manifest["kept"]) == (251, 247 - manifest["dropped"]["too_short"])

@@ -51,8 +51,10 @@ def texts_of(count: int, seed: int = 0, repeats: int = 4) -> list[str]:
     draw = random.Random(seed)
     texts: list[str] = []
     for i in range(count):
-        again = texts and draw.randrange(repeats) == 0
-        texts.append(draw.choice(texts) if again else f"{i} " + "abc"[i % 3] * draw.randrange(60))
+        repeats_one = texts and draw.randrange(repeats) == 0
+        texts.append(
+            draw.choice(texts) if repeats_one else f"{i} " + "abc"[i % 3] * draw.randrange(60)
+        )
     return texts
 
 
@@ -176,15 +178,15 @@ def in_memory(texts: Sequence[str], plan: Recipe) -> dict[str, bytes]:
             first, last = (
                 w * plan.seq_len for w in (before, min(before + plan.windows_per_shard, windows))
             )
-            here = [i for i in range(len(digests)) if first <= starts[i] < last]
-            ids = np.array([digests[i] % 2**64 for i in here], "<u8")
-            lengths = np.array([starts[i + 1] - starts[i] for i in here], "<u4")
+            beginning = [i for i in range(len(digests)) if first <= starts[i] < last]
+            ids = np.array([digests[i] % 2**64 for i in beginning], "<u8")
+            lengths = np.array([starts[i + 1] - starts[i] for i in beginning], "<u4")
             files[f"shard-{number:05d}.bin"] = np.array(stream[first : last + 1], TOKEN).tobytes()
-            origins = [origin_of(unique[digests[i]]).encode() for i in here]
+            origins = [origin_of(unique[digests[i]]).encode() for i in beginning]
             sizes = np.array(list(map(len, origins)), "<u4")
             columns = [ids.tobytes(), lengths.tobytes(), sizes.tobytes()]
             files[f"shard-{number:05d}.docs.zst"] = b"".join(
-                [len(here).to_bytes(8, "little"), *columns, *origins]
+                [len(beginning).to_bytes(8, "little"), *columns, *origins]
             )
     return files
 

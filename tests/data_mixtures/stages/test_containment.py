@@ -87,8 +87,11 @@ def test_what_lies_inside_training_text_goes_and_nothing_of_training(tmp_path):
     # two training documents hold two thirds of `long` together, neither holds half
     parts = [text_around(draw, False, " ".join(long.split()[at : at + 400]), 5) for at in (0, 400)]
     # this text is held out itself, so it does not count as training text
-    again = text_around(draw, True, alone, 5)
-    texts = {"web": [[quoted, alone], [parts[0]]], "book": [[inside, long, again, parts[1]]]}
+    held_out_quote = text_around(draw, True, alone, 5)
+    texts = {
+        "web": [[quoted, alone], [parts[0]]],
+        "book": [[inside, long, held_out_quote, parts[1]]],
+    }
     assert find_contained(tmp_path, texts, plan) == [inside, long]
     counts = stage.receipt_of(tmp_path, "contained", documents.ALL)["counts"]
     assert counts == {"held_out": 4, "contained": 2}

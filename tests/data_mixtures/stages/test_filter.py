@@ -78,7 +78,7 @@ def test_every_reason_is_counted_and_the_rest_stays_in_order(out):
 KINDS = [
     *(pa.string(), pa.large_string(), pa.string_view()),
     *(pa.binary(), pa.large_binary(), pa.binary_view()),
-    *(pa.dictionary(pa.int32(), each) for each in (pa.string(), pa.binary())),
+    *(pa.dictionary(pa.int32(), text_type) for text_type in (pa.string(), pa.binary())),
     pa.opaque(pa.string(), "a type", "of others"),
 ]
 

@@ -74,7 +74,7 @@ def test_damage_of_flags_and_missing_documents_are_found(data, tmp_path):
     path.write_bytes(before[:40] + bytes([before[40] ^ 2]) + before[41:])
     try:
         damage = verify.verify(data, ("notes",), console, 1)
-        assert {each.path for each in damage} == {path}
+        assert {item.path for item in damage} == {path}
         assert "shuffle/notes/unit-00001" in verify.remedy(tmp_path / "r.toml", data, damage)[0]
     finally:
         path.write_bytes(before)

@@ -38,7 +38,9 @@ def test_the_script_prepares_on_all_nodes_of_a_job(recipe_path, tmp_path):
             for node in {"n1", "n2"} - nodes:
                 # a process may end while it is asked for its name
                 with suppress(psutil.NoSuchProcess):
-                    if any(each.name().startswith("ray::") for each in cluster.processes(node)):
+                    if any(
+                        process.name().startswith("ray::") for process in cluster.processes(node)
+                    ):
                         nodes.add(node)
             return cluster.job(job)["JobState"] not in ("PENDING", "RUNNING", "COMPLETING")
 

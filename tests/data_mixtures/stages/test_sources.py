@@ -161,7 +161,7 @@ def test_a_damaged_file_is_refused_and_the_next_start_goes_on(tmp_path, mirror, 
         ValueError, match=rf"^fetch exact/unit-00001: .*4plus/part_000001\.{message}"
     ):
         fetch_all(path, out, mirror)
-    assert [each.name for each in (out / "fetch/exact").iterdir()] == ["unit-00000"]
+    assert [folder.name for folder in (out / "fetch/exact").iterdir()] == ["unit-00000"]
     victim.write_bytes(whole)
     work = fetch_all(path, out, mirror)
     assert all(stage.is_done(work, unit) for unit in work.units())
@@ -169,26 +169,26 @@ def test_a_damaged_file_is_refused_and_the_next_start_goes_on(tmp_path, mirror, 
 
 def test_what_may_pass_is_tried_again():
     # transfers that go wrong: test_hub
-    again = [
+    transient = [
         ConnectionResetError(),
         TimeoutError(),
         OSError(errno.EIO, ""),
         fetch.Damaged("truncated"),
     ]
-    never = [
+    final = [
         OSError(errno.ENOSPC, ""),
         FileNotFoundError(),
         PermissionError(),
         ValueError("no column"),
     ]
-    assert all(map(fetch._is_transient, again))
-    assert not any(map(fetch._is_transient, never))
+    assert all(map(fetch._is_transient, transient))
+    assert not any(map(fetch._is_transient, final))
 
 
 def test_budget_and_disk_are_checked_before_anything_is_read(tmp_path, mirror, monkeypatch):
     path = recipe(tmp_path, {"name": "exact"}, LONGER)
     out = tmp_path / "out"
-    size = sum(each.stat().st_size for each in (mirror / REPO).glob("4plus*/*.parquet"))
+    size = sum(file.stat().st_size for file in (mirror / REPO).glob("4plus*/*.parquet"))
     over = rf"0 bytes are fetched and {size:,} are to come, more than --bud"
     with pytest.raises(ValueError, match=over):
         fetch_all(path, out, mirror, budget=size - 1)

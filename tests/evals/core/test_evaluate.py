@@ -86,7 +86,7 @@ def test_choices_have_the_lowest_mean_and_texts_every_token():
     # log-probability of each id; 5 is the greedy one
     logprobs = {5: -1.0, 6: -2.0, 7: -1.6}
     scorer = SimpleNamespace(text_after=lambda before, new: "ab" * len(new))
-    for answers, gold, right, why in (
+    for answers, gold, right, reason in (
         ([[5, 6], [7, 7]], 0, True, "means of -1.5 and -1.6"),
         ([[7], [5, 5, 6]], 1, True, "the mean decides: the first has the higher sum, -1.6"),
         ([[5], [5, 5]], 0, True, "the first of equals"),
@@ -100,7 +100,7 @@ def test_choices_have_the_lowest_mean_and_texts_every_token():
         item = Item([Prompt([1, *answer], 1) for answer in answers], gold)
         values = [np.array([logprobs[i] for i in answer]) for answer in answers]
         scores = [Scores(nats, nats == logprobs[5]) for nats in values]
-        assert judge_item(scorer, item, scores)["right"] == right, why
+        assert judge_item(scorer, item, scores)["right"] == right, reason
 
 
 def run(model: Path, bundle: Path, about: About = NOWHERE, **settings):

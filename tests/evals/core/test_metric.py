@@ -37,20 +37,20 @@ def name_tasks(accuracies: tuple[float, ...]) -> dict[str, float]:
 
 
 def test_core_of_published_accuracies():
-    got = aggregate(figures_of(name_tasks(GEMMA_2B)))
+    core = aggregate(figures_of(name_tasks(GEMMA_2B)))
     # 22 float64 values below 1 and their mean: 1e-12 is thousands of roundings of 1e-16
-    assert (got["core_v1"], got["core_v2"]) == pytest.approx(CORE, abs=1e-12)
+    assert (core["core_v1"], core["core_v2"]) == pytest.approx(CORE, abs=1e-12)
     # planted: with one answer more of copa's 100 it is another number
     more = name_tasks(GEMMA_2B) | {"copa": GEMMA_2B[5] + 0.01}
     assert abs(aggregate(figures_of(more))["core_v1"] - CORE[0]) > 1e-4
 
 
 def test_categories_are_means_of_their_tasks():
-    got = aggregate(figures_of(name_tasks(GEMMA_2B)))["categories"]
+    categories = aggregate(figures_of(name_tasks(GEMMA_2B)))["categories"]
     # baselines of v1: 0 of squad and coqa, 62 % of boolq
     reading = [0.5436140298843384, 0.4256545305252075, (0.7492354512214661 - 0.62) / 0.38]
-    assert got["reading"]["centered_v1"] == pytest.approx(sum(reading) / 3, abs=1e-12)
-    assert {name: c["tasks"] for name, c in got.items()} == {
+    assert categories["reading"]["centered_v1"] == pytest.approx(sum(reading) / 3, abs=1e-12)
+    assert {name: c["tasks"] for name, c in categories.items()} == {
         "language": 6,
         "world": 4,
         "commonsense": 4,
@@ -96,8 +96,10 @@ def test_standard_errors_by_hand():
     assert (figures["n"], figures["n_total"], figures["shots"]) == (4, 1221, 10)
     # each error divided by 1 - baseline, then root of the sum of squares over 22
     errors = [0.01 / (1 - t.baseline_v2 / 100) for t in TASKS]
-    got = aggregate(figures_of(name_tasks(GEMMA_2B), error=0.01))
-    assert got["core_v2_se"] == pytest.approx(math.sqrt(sum(e * e for e in errors)) / 22, rel=1e-12)
+    core = aggregate(figures_of(name_tasks(GEMMA_2B), error=0.01))
+    assert core["core_v2_se"] == pytest.approx(
+        math.sqrt(sum(e * e for e in errors)) / 22, rel=1e-12
+    )
 
 
 def test_groups_weigh_the_same_whatever_their_size():
