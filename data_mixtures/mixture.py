@@ -266,9 +266,8 @@ class Mixture:
         shared_files = next((n for n, (now, before) in pairs if now != before), len(current))
         begin = int(self._source_begins[self.source_names.index(source)])
         first = int(np.searchsorted(self._file_begins, begin))
-        shared_windows = (
-            min(windows, int(self._steps[first : first + shared_files, 0].sum())) if recorded else 0
-        )
+        file_windows = self._steps[first : first + shared_files, 0]
+        shared_windows = min(windows, int(file_windows.sum())) if recorded else 0
         raise ValueError(
             f"source {source!r} is not the one of which {windows} windows were read: {shared_windows} of these lie "
             f"in files that are unchanged, {windows - shared_windows} in others. Going on behind window {windows} "

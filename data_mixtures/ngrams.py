@@ -141,7 +141,8 @@ class _Lookup:
             at = at[inside]
             hashes = hashes[inside]
         place = np.searchsorted(self.hashes, hashes)
-        inside = np.flatnonzero(self.hashes[np.minimum(place, len(self.hashes) - 1)] == hashes)
+        nearest = np.minimum(place, len(self.hashes) - 1)
+        inside = np.flatnonzero(self.hashes[nearest] == hashes)
         return at[inside], place[inside]
 
 

@@ -263,7 +263,9 @@ class JsonTokenizer(Tokenizer):
         bos_id, eos_id = (special[name] for name in self.names)
         unknown = getattr(self._tokenizer.model, "unk_token", None)
         control = [i for name, i in special.items() if name != unknown]
-        super().__init__(max(self._tokenizer.get_vocab().values()) + 1, bos_id, eos_id, control)
+        # not the number of tokens: ids may have gaps
+        vocab_size = max(self._tokenizer.get_vocab().values()) + 1
+        super().__init__(vocab_size, bos_id, eos_id, control)
 
     def reference(self, text: str) -> list[int]:
         return self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids

@@ -110,7 +110,9 @@ def open_input(name: str) -> Iterator[BinaryIO]:
 
 def can_seek(name: str) -> bool:
     """Return whether a file can be read from its middle."""
-    return split_codec(name)[1] is None and ("://" not in name or name.split("://")[0] in EXTRAS)
+    is_plain = split_codec(name)[1] is None
+    # a web server may not take ranges; stores do
+    return is_plain and ("://" not in name or name.split("://")[0] in EXTRAS)
 
 
 @contextmanager

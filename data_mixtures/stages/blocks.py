@@ -192,7 +192,9 @@ def _in_order(
     firsts = first[reads]
     lasts = last[np.append(reads[1:], len(new)) - 1]
     places = BLOCK_BYTES * np.append(0, np.cumsum(lasts - firsts))
-    buffer = _buffer(max(READ_BYTES + (len(files) + 1) * BLOCK_BYTES, int(places[-1])))
+    # the same size for every piece, so that one buffer serves all; a long document may need more
+    usual = READ_BYTES + (len(files) + 1) * BLOCK_BYTES
+    buffer = _buffer(max(usual, int(places[-1])))
     for number, begin_block, end_block, at, until in zip(
         unit[reads], firsts, lasts, places[:-1], places[1:], strict=True
     ):

@@ -118,7 +118,9 @@ class Bands(Stage):
         return stage.key_of(self.name, unit.number, self.ranges(), files_of_all(self, SIGNATURES))
 
     def work(self, unit: Unit, folder: Path) -> Json:
-        low, high = ((unit.number + i) * 2**64 // self.ranges() for i in (0, 1))
+        count = self.ranges()
+        low = unit.number * 2**64 // count
+        high = (unit.number + 1) * 2**64 // count
         hashes = [np.empty(0, np.uint64)]
         ranks = [np.empty(0, np.uint64)]
         for group, _, first in of_all(self, SIGNATURES):

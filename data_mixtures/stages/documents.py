@@ -160,7 +160,8 @@ def with_repeats(tokens: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     for period in range(1, MAX_PERIOD + 1):
         # in a run, token i equals token i + period, which sums tell
         shortest = (TIMES - 1) * period
-        equal = np.cumsum(np.append(False, tokens[:-period] == tokens[period:]), dtype=np.int32)
+        repeats = tokens[:-period] == tokens[period:]
+        equal = np.cumsum(np.append(False, repeats), dtype=np.int32)
         starts = np.flatnonzero(equal[shortest:] - equal[:-shortest] == shortest)
         document = np.searchsorted(ends, starts, side="right")
         has_run[document[starts + shortest + period <= ends[document]]] = True

@@ -193,7 +193,9 @@ def describe_shared_files(plan: Json) -> Iterator[str]:
     places: dict[tuple[str, str], set[str]] = {}
     for source, entry in plan["sources"].items():
         for unit in entry["units"]:
-            for name, *_ in unit.get("files", [unit.get("file", [unit.get("path")])]):
+            # a hub's unit has a path, one of Parquet a file, one of text several
+            file = unit.get("file", [unit.get("path")])
+            for name, *_ in unit.get("files", [file]):
                 places.setdefault((entry.get("repo", ""), name), set()).add(source)
     pairs: dict[tuple[str, ...], list[str]] = {}
     for (_, name), readers in places.items():

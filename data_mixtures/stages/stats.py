@@ -163,7 +163,7 @@ def _count_shared(
             ids[source] = np.unique(
                 np.concatenate(sorted_runs.read_slices(files, low, high))["low"]
             )
-    pairs = combinations(sources, 2)
-    return Counter(
-        {(a, b): len(np.intersect1d(ids[a], ids[b], assume_unique=True)) for a, b in pairs}
-    )
+    shared = Counter[tuple[str, str]]()
+    for a, b in combinations(sources, 2):
+        shared[a, b] = len(np.intersect1d(ids[a], ids[b], assume_unique=True))
+    return shared
