@@ -142,7 +142,7 @@ def test_large_files_are_split_into_units_and_nothing_else_changes(folder, monke
     results = {}
     units = {}
     # byte ranges of JSON lines, row groups of Parquet: shards and origins do not depend on the size
-    # one unit a file, then several, then many
+    # by UNIT_BYTES: one unit a file, then several, then many
     for size in (1 << 26, 3000, 700):
         monkeypatch.setattr(plan, "UNIT_BYTES", size)
         run(folder, recipe, f"out-{size}")
