@@ -79,7 +79,6 @@ class Arguments:
     """Where units run: processes here, or the Ray cluster of RAY_ADDRESS, else one of this machine alone"""
 
     def options(self) -> Options:
-        """Return the executor options; ValueError for a wrong number of workers."""
         if self.workers is None:
             return Options(0 if self.executor == "ray" else usable_cpus(), self.executor)
         if self.workers < 1:

@@ -145,7 +145,6 @@ class Store:
                 self.system.rm(self.name(path), recursive=recursive)
 
     def sizes(self, folder: Path) -> dict[str, int]:
-        """Return the bytes of the files in a stored folder, by name."""
         files = self.system.find(self.name(folder), detail=True)
         return {Path(name).name: info["size"] for name, info in files.items()}
 

@@ -184,7 +184,6 @@ class Tokenizer(abc.ABC):
         """Return tokens that are, or must not be, found in text as spelled."""
 
     def is_exact(self, text: str) -> bool:
-        """Return whether the fast encoder, if any, gives the library's ids."""
         return self.fast is None or self._agrees(self.fast, text)
 
     def _agrees(self, encode: fast_encoder.Encode, text: str) -> bool:
@@ -235,7 +234,6 @@ class Tokenizer(abc.ABC):
         )
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Return the text of ids, control ids left out."""
         return self.decode_ids([int(i) for i in ids if not self._is_control[i]])
 
 

@@ -128,7 +128,6 @@ class Trackers:
         self.run, self.folder, self.say = job.run, job.run / enabled.save_tb_folder / "evals", say
 
     def give(self, records: Sequence[JsonObject]) -> None:
-        """Send each tracker the records of evals.jsonl that it lacks."""
         with_step = [
             (n, record)
             for n, record in enumerate(records)

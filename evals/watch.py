@@ -151,7 +151,6 @@ class Watcher:
         return times
 
     def evaluate(self, work: Work) -> None:
-        """Export one checkpoint and run its commands; failures are reported."""
         begun = time.monotonic()
         with open_scratch(self.run) as scratch:
             # by process: the export of a watcher that was killed may still be running

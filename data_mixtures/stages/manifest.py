@@ -88,7 +88,6 @@ def _manifest(folder: Path) -> Json:
 
 
 def _decides(recipe: Recipe, out: Path, source: str) -> Json:
-    """Return what decides a source's data, as far as recipe and plan say."""
     every = {**asdict(recipe), **asdict(recipe.source(source))}
     decides = {key: value for key, value in every.items() if key in _DECIDES}
     decides["valid_per_10000"] = recipe.valid_per_10000_of(source)

@@ -177,7 +177,6 @@ def _row_groups(name: str, size: int) -> list[Json]:
 
 
 def _check_field(source_input: Input, name: str) -> None:
-    """Raise ValueError if the first file lacks the text field or column."""
     # damage is no error here: it is counted when the file is read
     if source_input.kind == "parquet":
         with open_input(name) as file:

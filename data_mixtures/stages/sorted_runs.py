@@ -25,7 +25,6 @@ MERGED = np.dtype([*DOCUMENT.descr, ("unit", "<u2")])
 
 
 def groups(out: Path, source: str) -> list[list[Unit]]:
-    """Return the tokenized units of each run."""
     units = stage.list_units(out, source)
     size = stage.group_size(len(units), RUNS, UNITS_PER_RUN)
     return [units[first : first + size] for first in range(0, len(units), size)]

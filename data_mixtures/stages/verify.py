@@ -173,7 +173,6 @@ def _check_locks(out: Path, manifests: dict[str, Json]) -> list[Damage]:
 
 
 def remedy(recipe_path: Path, out: Path, damage: Iterable[Damage]) -> list[str]:
-    """List the shell commands that restore damaged files."""
     # A published file is a hard link to its unit's in `shuffle`, so both go, and the shard is made
     # again from the tokenized units. `prepare` compares manifests, locks and the tokenizer by
     # itself.

@@ -144,7 +144,6 @@ def describe_settings(questions: Questions, names: Sequence[str], add_bos: bool)
 
 
 def figures_of(result: JsonObject, model: ScorerLM, lengths: Sequence[int]) -> JsonObject:
-    """Collect the scores, RULER's by length, and the counts and lengths of the prompts."""
     tasks = {name: numbers(values) for name, values in result["results"].items()}
     ruler: dict[str, dict[str, float]] = {}
     if set(tasks) & set(RULER_TASKS):

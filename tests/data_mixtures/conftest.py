@@ -114,7 +114,6 @@ def code_blocks(page: str) -> list[tuple[str, str]]:
 
 
 def run_shell(script: str, folder: Path, **environment: str) -> str:
-    """Run commands with the project's own on the path; return the output."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     # scripts of docs/ run in another folder, and must import this checkout
     environment = {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), **environment}

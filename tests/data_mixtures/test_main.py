@@ -38,7 +38,6 @@ def folder(shared, tmp_path):
 
 @pytest.fixture
 def run(folder, capsys, monkeypatch):
-    """Make a function that runs one stage's command and returns its output."""
     monkeypatch.setenv("COLUMNS", "160")
 
     def run_stage(*words: str, out: str = "out") -> str:

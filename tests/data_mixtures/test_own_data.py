@@ -73,7 +73,6 @@ def run(folder: Path, text: str, out: str = "out", mirror: str | None = None) ->
 
 
 def own(*inputs: str, more: str = "") -> str:
-    """Write a recipe of short sequences with one source for each input."""
     tables = "".join(
         f"[sources.s{n}]\ninputs = [{text_input}]\n" for n, text_input in enumerate(inputs)
     )
@@ -82,7 +81,6 @@ def own(*inputs: str, more: str = "") -> str:
 
 
 def list_planned(folder: Path, source: str) -> list[str]:
-    """List the files of a source in the order of its units."""
     units = stage.find_plan(folder / "out", source)["units"]
     names = [file[0] for unit in units for file in unit.get("files", [unit.get("file")])]
     return [name.removeprefix("file://") for name in names]

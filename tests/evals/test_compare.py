@@ -60,7 +60,6 @@ def test_other_items_are_refused(tmp_path):
 
 
 def draw_answers(seed: int, better: float = 0.0):
-    """Draw answers to six items of every task of CORE, of jeopardy in two categories."""
     draw = random.Random(seed)
     return [
         {

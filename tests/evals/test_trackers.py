@@ -57,7 +57,6 @@ def job_of(run: Path) -> JobSections:
 
 
 def spy_on_wandb(monkeypatch) -> list[tuple[Any, list[JsonObject]]]:
-    """Record each offline run and its rows."""
     import wandb
 
     started: list[tuple[Any, list[JsonObject]]] = []

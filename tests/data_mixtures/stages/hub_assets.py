@@ -32,7 +32,6 @@ expected_tokens_b = 0.001
 
 
 def recipe(folder: Path, *sources: dict[str, str], more: str = "") -> Path:
-    """Write a recipe of sources with these values of SOURCE."""
     base = {"repo": REPO, "revision": "abcdef0", "configs": '["4plus"]', "more": ""}
     tables = [SOURCE.format(**{**base, **source}) for source in sources]
     weights = "\n".join(["[phase1]", *(f"{source['name']} = 1" for source in sources)])

@@ -47,7 +47,6 @@ def plan_of(
 
 
 def texts_of(count: int, seed: int = 0, repeats: int = 4) -> list[str]:
-    """Return texts of 1 to 60 characters; about every `repeats`-th one occurred before."""
     draw = random.Random(seed)
     texts: list[str] = []
     for i in range(count):
@@ -156,7 +155,6 @@ def select(texts: Iterable[str], plan: Recipe) -> tuple[dict[int, str], list[int
 
 
 def unique_train(texts: Iterable[str], plan: Recipe) -> list[str]:
-    """Return the training documents in their final order."""
     unique, train, _ = select(texts, plan)
     return [unique[digest] for digest in train]
 

@@ -20,7 +20,6 @@ Texts = dict[str, list[list[str]]]
 
 
 def texts_of(seed: int, families: int, copies: int) -> list[str]:
-    """Draw families of texts of 120 words, whose copies differ in up to 20."""
     draw = random.Random(seed)
     texts = []
     for _ in range(families):

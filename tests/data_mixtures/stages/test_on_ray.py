@@ -23,7 +23,6 @@ RAY = Options(kind="ray", workers=0)
 
 @pytest.fixture
 def cluster(monkeypatch):
-    """Start a cluster of two nodes with one CPU each."""
     monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
     ray = pytest.importorskip("ray")
     from ray.cluster_utils import Cluster

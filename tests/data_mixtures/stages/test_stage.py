@@ -90,7 +90,6 @@ GOLDEN = {
 
 
 def write(folder: Path) -> Path:
-    """Write a recipe and its files: 40 documents each, some awkward."""
     plain = [f"{n} " + " ".join(WORDS[(n * k) % 12] for k in range(3 + n)) for n in range(26)]
     texts = (
         [text for pair in zip(NASTY, plain[:14], strict=True) for text in pair]

@@ -42,7 +42,6 @@ def write_documents(path: Path, ids: np.ndarray, lengths: np.ndarray) -> dict:
 
 
 def other_docs(path: Path) -> None:
-    """Write an index that unpacks, of other documents."""
     ids, lengths, _ = shards.read_documents(path)
     write_documents(path, ids + np.uint64(1), lengths)
 

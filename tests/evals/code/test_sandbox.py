@@ -138,7 +138,6 @@ def open_folder():
 
 
 def host(folder: Path, user: int, loop: str = "") -> list[str]:
-    """Write the command that makes sandboxes as a user."""
     python = shutil.which("python3", path="/usr/bin:/bin")
     if python is None:
         pytest.skip("the system has no python3, which every user could run")

@@ -106,7 +106,6 @@ def write_laneformer(folder: Path, context: int = 128) -> Laneformer:
 
 
 def write_llama(folder: Path, **config: Any) -> torch.nn.Module:
-    """Write a small Transformers Llama, or a Mistral if the config has a sliding window."""
     from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
     torch.manual_seed(5)
@@ -146,7 +145,6 @@ def score_one(scorer: Scorer, ids: Sequence[int], start: int) -> Scores:
 
 
 def eval_data() -> Path:
-    """Return `core` of LANEFORMER_EVAL_DATA, with eval_data/<topic>/<task>.jsonl."""
     folder = Path(os.environ.get("LANEFORMER_EVAL_DATA", "")) / "core"
     if "LANEFORMER_EVAL_DATA" not in os.environ or not folder.is_dir():
         pytest.skip(

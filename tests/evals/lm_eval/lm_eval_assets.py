@@ -50,7 +50,6 @@ def write_configs(folder: Path, configs: Mapping[str, Mapping[str, Sequence[Any]
 
 
 def write_data(folder: Path, questions: Sequence[tuple[str, list[str], int]] = QUESTIONS) -> Path:
-    """Write ARC-Easy of a few rows and two short essays, where lm-eval looks for them."""
     rows = [
         {
             "id": str(number),
