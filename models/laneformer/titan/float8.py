@@ -2,9 +2,7 @@
 
     N products of one call: the lanes, or 1   T tokens (B*S)   O, K output and input features of one product
 
-`y = x w^T` and both of its gradients multiply float8 values and sum in float32. Scales are dynamic, as
-in torchao (arXiv 2209.05433, section 4.3): they map the largest value they cover to the format's
-largest.
+`y = x w^T` and both of its gradients multiply float8 values and sum in float32.
 """
 
 from __future__ import annotations
@@ -45,6 +43,8 @@ class Recipe:
 
     def scale(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         """Return the factor of x (N, M, K) before rounding: (N, 1, 1), or by row (N, M, 1), float32."""
+        # dynamic, as in torchao (arXiv 2209.05433, section 4.3): the largest value that a scale covers
+        # becomes the format's largest
         largest = x.abs().amax(-1 if self.by_row else (-2, -1), keepdim=True).float()
         scale = torch.finfo(dtype).max / largest.clamp(min=SMALLEST)
         # a row's scale is a power of two: sign and exponent without the 23 bits of the mantissa

@@ -247,7 +247,7 @@ def test_a_gpu_that_fails_ends_all_requests(fault, reason, driver):
     with pytest.raises(EngineLost) as refused:
         answer(decoder)
     assert str(refused.value) == decoder.failure == error
-    assert decoder.unanswered == (fault.get("stream_status") == NOT_READY)
+    assert decoder.has_hung == (fault.get("stream_status") == NOT_READY)
 
 
 def test_a_refused_launch_ends_its_requests_alone(driver):

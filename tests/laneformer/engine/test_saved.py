@@ -148,7 +148,7 @@ KILLED = """
         pieces.append(took_s)
         if len(pieces) == 7:
             os.kill(os.getpid(), signal.SIGKILL)
-    saved.SavedPrefixes._yield = kill_at_the_seventh
+    saved.SavedPrefixes._give_way = kill_at_the_seventh
     with Engine.random(config, cache_dir=sys.argv[1]) as engine:
         engine.generate([i % 500 for i in range(400)], max_new_tokens=3)
 """
@@ -202,7 +202,7 @@ def test_idle_time_saves_what_has_grown(model, talk, tmp_path):
 
 
 def test_a_request_stops_what_is_saved_while_idle(model, talk, tmp_path, monkeypatch):
-    saving, running, go_on = threading.Event(), threading.Event(), SavedPrefixes._yield
+    saving, running, go_on = threading.Event(), threading.Event(), SavedPrefixes._give_way
 
     def wait_for_a_request(self, what, took_s):
         saving.set()

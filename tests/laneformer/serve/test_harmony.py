@@ -55,7 +55,7 @@ def grammars(folder):
 def test_a_conversation_in_its_own_template(grammars):
     calling = ToolCalling({"chat_template": GPT_OSS}, grammars)
     assert calling.form == HARMONY
-    assert calling.described is False
+    assert calling.describes_tools is False
     use = calling.select_tools(request_with(TOOLS))
     call = {"name": "weather", "arguments": {"city": "Rome"}}
     calls = [{"id": i, "type": "function", "function": call} for i in ("a", "b")]

@@ -120,7 +120,7 @@ def calling(name: str, kind: str = "bytes") -> ToolCalling:
 def test_forms_are_read_from_templates(name):
     read, (_, form) = calling(name), FORMS[name]
     assert read.form == (form or HERMES)
-    assert read.described == (form is None)
+    assert read.describes_tools == (form is None)
 
 
 def spell_calls(form: CallForm, calls: list[dict[str, Any]]) -> str:

@@ -105,7 +105,7 @@ def one_case(name, dtype, mesh) -> dict[str, Any]:
         model = build(name)
     lane_axis.give_lanes_to_ranks(model, mesh["tp"])
     parallelize.checkpoint_and_compile(model, job)
-    lane_axis.own_parts(model.tok_embeddings, *model.layers, model.norm, model.lm_head)
+    lane_axis.attach_own_parts(model.tok_embeddings, *model.layers, model.norm, model.lm_head)
     parallelize.apply_fsdp(model, mesh["fsdp"], job)
     model.to_empty(device="cpu")
     model.init_weights()

@@ -17,7 +17,7 @@ from torchtitan.config import JobConfig
 from torchtitan.tools.utils import set_default_dtype
 
 from laneformer.joins import MODULES, Join
-from laneformer.titan.lane_axis import check_lane_axis, give_lanes_to_ranks, own_parts
+from laneformer.titan.lane_axis import attach_own_parts, check_lane_axis, give_lanes_to_ranks
 from laneformer.titan.layer import TitanLayer
 from laneformer.titan.parallelize import checkpoint_and_compile, refuse_other_layers
 from tests.laneformer.titan.lane_ranks import CASES, RUNS, build, config, measure, tokens
@@ -92,7 +92,7 @@ def test_late_sums_travel_while_layers_compute(tmp_path, case, late):
         model.init_weights()
         give_lanes_to_ranks(model, init_device_mesh("cpu", (1,), mesh_dim_names=("tp",)))
         checkpoint_and_compile(model, job)
-        own_parts(model.tok_embeddings, *model.layers, model.norm, model.lm_head)
+        attach_own_parts(model.tok_embeddings, *model.layers, model.norm, model.lm_head)
         with Watch(under_way) as forward:
             losses = model(tokens()[:, :-1], tokens()[:, 1:])
         with Watch(under_way) as backward:

@@ -33,8 +33,6 @@ class Damaged(ValueError):
 
 @dataclass(frozen=True)
 class Layout:
-    """The layout of a decoder's caches."""
-
     position_bytes: int
     page: int  # positions that are kept or dropped together
     # of each segment: its layer has a window
@@ -65,7 +63,6 @@ class Prefix:
     dropped: np.ndarray
 
     def count_shared(self, ids: np.ndarray) -> int:
-        """Return the number of leading ids in common."""
         most = min(len(self.ids), len(ids))
         other = np.flatnonzero(self.ids[:most] != ids[:most])
         return int(other[0]) if len(other) else most

@@ -1,8 +1,4 @@
-"""Find NVIDIA's run-time compilers, and the newest one whose code the driver loads.
-
-NVRTC 13 writes machine code (ELF ABI 8) that drivers for CUDA 12 do not load. The calls are NVRTC's C
-interface (nvrtc.h).
-"""
+"""Find NVIDIA's run-time compilers, and the newest one whose code the driver loads."""
 
 from __future__ import annotations
 
@@ -104,11 +100,12 @@ def compiler_for(architecture: str, driver: int | None) -> Nvrtc:
     """
     number = int("".join(filter(str.isdigit, architecture)))
     for compiler in compilers():
+        # NVRTC 13 writes machine code (ELF ABI 8) that drivers for CUDA 12 do not load
         if (
             driver is None or compiler.version[0] <= driver // 1000
         ) and number in compiler.architectures:
             return compiler
-    there = ", ".join(
+    installed = ", ".join(
         f"{major}.{minor}" for major, minor in (compiler.version for compiler in compilers())
     )
     limit = (
@@ -120,6 +117,6 @@ def compiler_for(architecture: str, driver: int | None) -> Nvrtc:
         "nvidia-cuda-nvrtc-cu12" if driver is not None and driver < 13000 else "nvidia-cuda-nvrtc"
     )
     raise RuntimeError(
-        f"no compiler (NVRTC) here fits {architecture}{limit}; installed: {there or 'none'}: "
+        f"no compiler (NVRTC) here fits {architecture}{limit}; installed: {installed or 'none'}: "
         f"pip install --upgrade {package}"
     )

@@ -54,7 +54,6 @@ class OpenAIAnswer(Answer):
         raise NotImplementedError
 
     def format_scores(self, piece: Piece) -> dict[str, Any]:
-        """Return the log-probabilities of a piece."""
         raise NotImplementedError
 
     async def whole(self) -> dict[str, Any]:
