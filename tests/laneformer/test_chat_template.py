@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -106,19 +107,18 @@ def test_templates_with_every_filter_and_function(template):
     rendered = [
         same(template, messages, add_generation_prompt=prompt, tools=tools, extra="more")
         for messages in (TURNS, skipped, SYSTEM + TURNS)
-        for prompt in (False, True)
-        for tools in (None, TOOLS)
+        for prompt, tools in itertools.product((False, True), (None, TOOLS))
     ]
     assert any(rendered)
     assert all(rendered) == (template != MISTRAL)
 
 
 def test_named_templates():
-    named = [
+    templates = [
         {"name": "default", "template": "plain"},
         {"name": "tool_use", "template": "with tools"},
     ]
-    template = ChatTemplate({"chat_template": named})
+    template = ChatTemplate({"chat_template": templates})
     assert (template.render(TURNS), template.render(TURNS, tools=TOOLS)) == ("plain", "with tools")
     for named_only in ([{"name": "rag", "template": "x"}], None, ""):
         with pytest.raises(ValueError, match="no default chat template"):

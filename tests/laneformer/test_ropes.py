@@ -113,5 +113,5 @@ def test_one_table_a_kind():
     assert len(LaneformerConfig(rope_theta=1e4, window_rope_theta=1e4).ropes) == 1, (
         "two of the same are one"
     )
-    found = positions.rope_table(build_model("yarn on full").config, torch.arange(4))
-    assert found[0].shape == (2, 1, 4, 1, 6)
+    table = positions.rope_table(build_model("yarn on full").config, torch.arange(4))
+    assert table[0].shape == (2, 1, 4, 1, 6)

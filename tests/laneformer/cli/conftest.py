@@ -17,13 +17,13 @@ TEMPLATE = (
 
 
 def tokenizer() -> Tokenizer:
-    own_tokenizer = byte_tokenizer()
-    own_tokenizer.add_tokens(["c", "d", "e", "f"])
-    own_tokenizer.add_special_tokens(
+    tokenizer = byte_tokenizer()
+    tokenizer.add_tokens(["c", "d", "e", "f"])
+    tokenizer.add_special_tokens(
         [AddedToken("<|begin|>", special=True), AddedToken("<|end|>", special=True)]
     )
-    assert own_tokenizer.token_to_id("<|end|>") == END
-    return own_tokenizer
+    assert tokenizer.token_to_id("<|end|>") == END
+    return tokenizer
 
 
 def talker(path: Path, model: Laneformer) -> Path:

@@ -29,7 +29,7 @@ FAST = "--threads 1 --no-cache"
 
 
 @pytest.fixture
-def own(folder, tmp_path):
+def model_copy(folder, tmp_path):
     """Return a copy that a test may damage."""
     return Path(shutil.copytree(folder, tmp_path / "own", ignore=shutil.ignore_patterns(".packed")))
 
@@ -72,8 +72,8 @@ chmod 0 {own}; {unprivileged} generate {own} {fast} --prompt a => 2 \
 
 @pytest.mark.job
 @pytest.mark.parametrize(("script", "status", "sentence"), parse_table(SCRIPTS, " => "))
-def test_a_command_ends_with_a_sentence_or_without_a_word(own, script, status, sentence):
-    words = {"own": own, "fast": FAST, "command": COMMAND, "unprivileged": DROP + COMMAND}
+def test_a_command_ends_with_a_sentence_or_without_a_word(model_copy, script, status, sentence):
+    words = {"own": model_copy, "fast": FAST, "command": COMMAND, "unprivileged": DROP + COMMAND}
     words["no_home"] = f"{sys.executable} -c {shlex.quote(NO_HOME)}"
     result, stderr = run(script.format_map(words), XDG_CACHE_HOME="")
     assert result == status, stderr
@@ -95,9 +95,9 @@ WORDS = r"""
 
 
 @pytest.mark.parametrize(("words", "sentence"), parse_table(WORDS))
-def test_what_the_system_or_the_shell_gets_wrong_is_named(own, capsys, words, sentence):
+def test_what_the_system_or_the_shell_gets_wrong_is_named(model_copy, capsys, words, sentence):
     with pytest.raises(SystemExit) as stop:
-        main([word.format(own=own) for word in words])
+        main([word.format(own=model_copy) for word in words])
     assert stop.value.code == 2
     assert sentence in capsys.readouterr().err.removeprefix("laneformer: ")
 
@@ -115,15 +115,15 @@ class Gone(io.RawIOBase):
         raise KeyboardInterrupt if self.reads > 9 else OSError(errno.EIO, "Input/output error")
 
 
-def test_a_conversation_ends_with_its_terminal(own, monkeypatch):
+def test_a_conversation_ends_with_its_terminal(model_copy, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BufferedReader(Gone()), encoding="utf-8"))
-    main(["chat", str(own), *FAST.split()])
+    main(["chat", str(model_copy), *FAST.split()])
 
 
-def test_a_folder_may_have_any_name(own, tmp_path, monkeypatch, capsys):
+def test_a_folder_may_have_any_name(model_copy, tmp_path, monkeypatch, capsys):
     # packed weights go to the user's cache if its own folder takes none
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "user"))
-    odd = own.rename(os.fsdecode(os.fsencode(own) + b"\xe9"))
+    odd = model_copy.rename(os.fsdecode(os.fsencode(model_copy) + b"\xe9"))
     (odd / ".packed").touch()
     for _ in range(2):
         main(["generate", str(odd), "--prompt", "a", "--threads", "1", "--max-new-tokens", "2"])

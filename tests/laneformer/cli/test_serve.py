@@ -68,9 +68,9 @@ def test_the_port_is_taken_and_health_answers_while_weights_load():
                 health = httpx.get(f"http://{host}:{port}/health")
                 assert health.status_code == 503
                 assert health.json() == {"status": "loading"}
-        taken = ServerOptions("m", port=port)
+        second_options = ServerOptions("m", port=port)
         refusal = f"cannot listen on port {port} of 127.0.0.1: Address already in use; choose another --port"
         with pytest.raises(ValueError, match=refusal):
-            taken.listen()
-        with taken.listen(or_next=True) as other:
+            second_options.listen()
+        with second_options.listen(or_next=True) as other:
             assert port < other.getsockname()[1] < port + 100

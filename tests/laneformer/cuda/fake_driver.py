@@ -149,7 +149,7 @@ class FakeDriver:
             shared_memory_per_block_optin=self.card.shared_block,
         )
         graph = SimpleNamespace(replay=lambda: None)
-        replaced = {
+        functions = {
             "get_device_properties": lambda device: properties,
             "synchronize": lambda *device: None,
             "device": contextlib.nullcontext,
@@ -158,9 +158,9 @@ class FakeDriver:
             "Stream": lambda device: stream,
             "mem_get_info": lambda device: (1 << 40, 1 << 40),
             "CUDAGraph": lambda: graph,
-            "graph": lambda *given, **options: contextlib.nullcontext(),
+            "graph": lambda *arguments, **options: contextlib.nullcontext(),
         }
-        for name, value in replaced.items():
+        for name, value in functions.items():
             monkeypatch.setattr(torch.cuda, name, value)
 
     def _query(self) -> bool:

@@ -56,8 +56,8 @@ class Shape:
 
     def emulate(self, builds, **options) -> EmulatedPasses:
         """Return the kernels of this shape, with `options` for EmulatedPasses."""
-        given = {"dtype": self.dtype, "machine": self.machine(), **self.plan, **options}
-        return EmulatedPasses(builds, config=self.model, **given)
+        arguments = {"dtype": self.dtype, "machine": self.machine(), **self.plan, **options}
+        return EmulatedPasses(builds, config=self.model, **arguments)
 
 
 # Windows of 5 over two splits: a ring keeps one position more than the window shows.
@@ -244,7 +244,7 @@ FAMILIES: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-def family(name, **given) -> Shape:
+def family(name, **layout) -> Shape:
     lanes, values = FAMILIES[name]
     config = config_of_llama({**SIZES, **values}, lanes)
-    return Shape({each.name: getattr(config, each.name) for each in fields(config)}, **given)
+    return Shape({f.name: getattr(config, f.name) for f in fields(config)}, **layout)

@@ -97,11 +97,11 @@ def test_lanes_on_two_devices_give_the_bits_of_one(two, right, cuda_builds):
 
 def test_each_column_ends_by_itself(two, right):
     # at a stop id or its last token; the launch ends with the last column, before its last pass
-    wanted, first = columns(start(two), 2), two.memories[0].epoch
+    inputs, first = columns(start(two), 2), two.memories[0].epoch
     stop = next(i for i in range(1, 5) if right[i][0] not in [row[0] for row in right[:i]])
-    wanted[0].stop_count, wanted[0].stops[:2] = 2, [95 - right[stop][0], right[stop][0]]
-    wanted[1].left, wanted[2].left = 1, 5
-    rows = two.run(wanted, 9)
+    inputs[0].stop_count, inputs[0].stops[:2] = 2, [95 - right[stop][0], right[stop][0]]
+    inputs[1].left, inputs[2].left = 1, 5
+    rows = two.run(inputs, 9)
     assert len(rows) == 5
     for column, last in enumerate((stop, 0, 4)):
         tokens = [row[column] for row in rows]
@@ -113,17 +113,17 @@ def test_each_column_ends_by_itself(two, right):
 
 
 def test_tokens_are_seen_while_the_kernel_runs(two, right):
-    seen = []
+    row_counts = []
 
     def look(rows):
-        seen.append(len(rows))
+        row_counts.append(len(rows))
         return len(rows) >= 2
 
     rows = two.run(columns(start(two), 2), 15, None, look)
     assert rows[:6] == right[: len(rows)]
-    assert seen == sorted(seen)
-    assert seen[0] < 2 <= len(rows) < 16
-    assert 1 in seen, "a pass takes a second here"
+    assert row_counts == sorted(row_counts)
+    assert row_counts[0] < 2 <= len(rows) < 16
+    assert 1 in row_counts, "a pass takes a second here"
 
 
 def test_builds_share_tiles_caches_and_words(cuda_builds):
@@ -134,11 +134,11 @@ def test_builds_share_tiles_caches_and_words(cuda_builds):
     rings = zip(builds.builds, (5, 3, 2), strict=True)
     builds.builds = [dataclasses.replace(geometry, chunks=chunks) for geometry, chunks in rings]
     builds.geometry = builds.builds[-1]
-    wanted = [
+    passes = [
         [(5, 0, 3)], [(6 + s, 0, s) for s in range(3)], [(6, 1, 3), *((9, 1, s) for s in range(3)), (1, 0, 6)],
         [(7, 2, 3)], [(7, 3 + i, 3) for i in range(8)], [(8, 2, 1), (4, 2, 0)], [(8, 11, 3)],
     ]  # fmt: skip
-    for columns_of_pass in wanted:
+    for columns_of_pass in passes:
         assert torch.equal(builds.logits(columns_of_pass), eight.logits(columns_of_pass))
     assert builds.run(columns([12], 12), 3) == eight.run(columns([12], 12), 3)
     assert builds.launched == [1, 4, 8, 1, 8, 4, 1, 1]
@@ -148,9 +148,12 @@ def test_builds_share_tiles_caches_and_words(cuda_builds):
 
 
 def test_what_the_device_cannot_go_on_with_is_refused(two):
-    plain = columns([1, 2], 0)
-    for wanted, logits in (([plain[0], plain[0]], None), (plain, torch.empty(2, 96))):
+    two_sequences = columns([1, 2], 0)
+    for inputs, logits in (
+        ([two_sequences[0], two_sequences[0]], None),
+        (two_sequences, torch.empty(2, 96)),
+    ):
         with pytest.raises(
             ValueError, match="passes ahead are of one column a sequence, without logits"
         ):
-            two.run(wanted, 1, logits)
+            two.run(inputs, 1, logits)

@@ -64,10 +64,10 @@ def test_the_figures_of_a_run_have_the_contracts_names(monkeypatch):
         "exposed_us_per_layer",
     )
     assert all(isinstance(figures[name], (int, float)) for name in names)
-    read = 4_443_340_800 + 6144 * (10 * 2048 + 5 * (2048 + 128))
-    assert figures["bytes_per_token"] == read
+    token_bytes = 4_443_340_800 + 6144 * (10 * 2048 + 5 * (2048 + 128))
+    assert figures["bytes_per_token"] == token_bytes
     assert figures["tokens_per_s"] == pytest.approx(800)
-    assert figures["percent_of_datasheet"] == pytest.approx(100 * 800 * read / 4.8e12)
+    assert figures["percent_of_datasheet"] == pytest.approx(100 * 800 * token_bytes / 4.8e12)
     with pytest.raises(ValueError, match="depth = 4033 is outside 0 to 4000"):
         bench.benchmark(executor, 4033, lambda text: None)
 

@@ -37,7 +37,7 @@ class Fault:
     file: str
     was: str
     now: str
-    found: str = "numbers"
+    symptom: str = "numbers"
 
 
 BULK_SEEDS = 3, 6  # lane 0 copies for its warp; else each lane copies what it alone reads
@@ -285,9 +285,9 @@ def launches_of_several(kernels, seed) -> list[torch.Tensor]:
     rows = []
     # the second launch finds the host's cancel from its beginning
     for cancelled in (0, 1):
-        kernels.seed, wanted = seed, columns(start(kernels), 2)
-        wanted[1].left = 2
-        arguments, first = kernels._arguments(wanted, 3, None), kernels.memories[0].epoch - 4
+        kernels.seed, inputs = seed, columns(start(kernels), 2)
+        inputs[1].left = 2
+        arguments, first = kernels._arguments(inputs, 3, None), kernels.memories[0].epoch - 4
         kernels.memories[0].cancel.fill_(cancelled)
         kernels._launch(arguments)
         kernels._streams[0].synchronize()
@@ -315,10 +315,10 @@ class Build:
     def outcome(self, kernels, seed, right) -> str:
         """Return the emulator's message, "numbers" if only the results differ, or ""."""
         try:
-            made = self.act(kernels, seed)
+            results = self.act(kernels, seed)
         except EmulationError as error:
             return str(error)
-        return "" if all(map(torch.equal, made, right)) else "numbers"
+        return "" if all(map(torch.equal, results, right)) else "numbers"
 
 
 def four_columns(builds, **options) -> EmulatedPasses:
@@ -352,7 +352,7 @@ def test_every_fault_is_found(name, cuda_builds):
         for seed in build.seeds:
             outcome = build.outcome(kernels, seed, right)
             assert outcome, f"{fault_name}, seed {seed}: nothing"
-            assert re.search(fault.found, outcome), f"{fault_name}, seed {seed}: {outcome}"
+            assert re.search(fault.symptom, outcome), f"{fault_name}, seed {seed}: {outcome}"
 
 
 # ---- without a fault, and what the checks of others find ----
@@ -383,7 +383,7 @@ def test_wrong_numbers_are_not_within_the_tolerance(cuda_builds):
     kernels = BUILDS["exchanges"].plant_faults(cuda_builds)
     test_kernels.check(kernels, 11, range(0))
     for number, (name, fault) in enumerate(OF_EXCHANGES.items(), 1):
-        if fault.found == "numbers":
+        if fault.symptom == "numbers":
             put_in_force(kernels, number)
             with pytest.raises(
                 AssertionError, match="keys or values" if "key is cut" in name else "tolerance"

@@ -62,9 +62,9 @@ def emulate(name, builds) -> EmulatedPasses:
 def test_int8_numbers_are_the_cpus():
     weights = draw_weights(72, 96)
     integers, scales = pack_rows(weights, "int8")
-    numbers, own = quantize(torch.from_numpy(weights))
+    numbers, own_scales = quantize(torch.from_numpy(weights))
     np.testing.assert_array_equal((numbers ^ -128).numpy(), integers.reshape(weights.shape))
-    np.testing.assert_array_equal(own.numpy(), scales)
+    np.testing.assert_array_equal(own_scales.numpy(), scales)
 
 
 def test_rows_of_zeros_and_values_that_are_not_finite():

@@ -31,13 +31,13 @@ def check(emulated, count, seeds):
     # several columns and thread orders give the same bits; passes ahead give single passes' tokens
     ids = text(emulated, count)
     emulated.forget()
-    logits, kept = read_one_by_one(emulated, ids)
-    right = compute_expected(emulated, ids, kept)
-    off = float((logits.double() - right.logits).abs().max())
-    assert off <= right.tolerance, f"off by {off}, tolerance {right.tolerance}"
-    for layer, numbers in enumerate(kept):
-        both = torch.cat(numbers)
-        assert ((right.least[layer] <= both) & (both <= right.most[layer])).all(), (
+    logits, stored = read_one_by_one(emulated, ids)
+    right = compute_expected(emulated, ids, stored)
+    error = float((logits.double() - right.logits).abs().max())
+    assert error <= right.tolerance, f"off by {error}, tolerance {right.tolerance}"
+    for layer, numbers in enumerate(stored):
+        stored_layer = torch.cat(numbers)
+        assert ((right.least[layer] <= stored_layer) & (stored_layer <= right.most[layer])).all(), (
             f"keys or values of layer {layer}"
         )
     right_tokens = emulated.picks([(ids[-1], count - 1, 0)])[0]
@@ -45,8 +45,8 @@ def check(emulated, count, seeds):
         right_tokens += emulated.picks([(right_tokens[-1], count + len(right_tokens) - 1, 0)])[0]
     for seed in seeds:  # the emulator checks the order of the words
         emulated.forget()
-        tokens, together = emulated.decode(ids, 4, seed)
-        assert torch.equal(together, logits), f"seed {seed}"
+        tokens, all_logits = emulated.decode(ids, 4, seed)
+        assert torch.equal(all_logits, logits), f"seed {seed}"
         assert tokens == right_tokens, f"seed {seed}"
 
 

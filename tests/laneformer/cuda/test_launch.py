@@ -81,11 +81,11 @@ def faults_of(card, version, launches) -> list[str]:
         "graph": {OVERLAP: int(card.architecture >= 90)},
         "probe": {OVERLAP: 0},
     }[version]
-    wanted = [
+    expected = [
         (name, geometry) for geometry in geometries_of(version, card) for name in NAMES[version]
     ]
     faults = []
-    for record, (name, geometry) in itertools.zip_longest(launches, wanted):
+    for record, (name, geometry) in itertools.zip_longest(launches, expected):
         right = {
             "name": name,
             "grid": [1 if name == "choose" else geometry.blocks, 1, 1],
@@ -145,8 +145,8 @@ class Choosing(PassDecoder):
 
     late_s = 0.05
 
-    def __init__(self, *given, **options):
-        super().__init__(*given, **options, limit_s=0.1)
+    def __init__(self, *arguments, **options):
+        super().__init__(*arguments, **options, limit_s=0.1)
 
     def _launch(self, arguments: Sequence[Any]):
         super()._launch(arguments)

@@ -36,14 +36,14 @@ class PlainCache:
     """A cache of all keys and values in order: per layer (2, K, T, d)."""
 
     def __init__(self) -> None:
-        self.length, self.kept = 0, dict[int, torch.Tensor]()
+        self.length, self.stored = 0, dict[int, torch.Tensor]()
 
     def update(
         self, key: torch.Tensor, value: torch.Tensor, layer_idx: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
         new = torch.stack((key[0], value[0]))
-        self.kept[layer_idx] = torch.cat((self.kept[layer_idx], new), 2) if self.length else new
-        return self.kept[layer_idx][:1], self.kept[layer_idx][1:]
+        self.stored[layer_idx] = torch.cat((self.stored[layer_idx], new), 2) if self.length else new
+        return self.stored[layer_idx][:1], self.stored[layer_idx][1:]
 
 
 def same_streams(model: Any, cache: Any, other: Any, other_cache: Any) -> bool:

@@ -120,10 +120,10 @@ def generate_together(engine, prompts: Sequence[Sequence[int]], **options) -> li
 
 def fix_costs(monkeypatch):
     """Fix the cost of columns in all CPU engines that are opened from now on."""
-    made = CpuDecoder.__init__
+    init = CpuDecoder.__init__
 
     def make(decoder, *arguments, **options):
-        made(decoder, *arguments, **options)
+        init(decoder, *arguments, **options)
         decoder.fix_cost(EACH_COLUMN)
 
     monkeypatch.setattr(CpuDecoder, "__init__", make)
@@ -201,13 +201,13 @@ def byte_tokenizer() -> Tokenizer:
 
 @functools.cache
 def usable_isas(
-    known: Sequence[str] = ("avx512_bf16", "avx512", "avx2", "portable"),
+    candidates: Sequence[str] = ("avx512_bf16", "avx512", "avx2", "portable"),
 ) -> tuple[str, ...]:
     """Return the instruction sets of `known` that this CPU has, in their order."""
     # by default the best first, of those whose blocks of columns have the bits of single columns
     model = random_model(small_config(num_hidden_layers=1, swa_layers=()))
     usable = []
-    for isa in known:
+    for isa in candidates:
         try:
             engine_of(model, isa=isa).close()
         except ValueError:

@@ -43,16 +43,16 @@ def test_requests_from_many_threads():
     options = {"max_new_tokens": 40, "ignore_eos": True}
     with engine_of(small_model(), threads=2) as engine:
         expected = {i: engine.generate([i], **options) for i in range(8)}
-        owner, left, ended = {}, set(), {}
+        owner, leavers, reasons = {}, set(), {}
 
         def client(i):
             for turn in range(20):
                 ticket = batch.join([i], **options)
                 owner[ticket] = i
                 if turn % 2:
-                    left.add(ticket)
+                    leavers.add(ticket)
                     batch.leave(ticket)
-                while ticket not in ended:
+                while ticket not in reasons:
                     time.sleep(0.001)
 
         with engine.batch() as batch:
@@ -64,12 +64,12 @@ def test_requests_from_many_threads():
                 for update in batch.updates(0.05):
                     tokens.setdefault(update.ticket, []).extend(token.id for token in update.tokens)
                     if update.finish_reason:
-                        ended[update.ticket] = update.finish_reason
-        assert len(ended) == 160
-        for ticket, reason in ended.items():
+                        reasons[update.ticket] = update.finish_reason
+        assert len(reasons) == 160
+        for ticket, reason in reasons.items():
             ids = tokens[ticket]
             assert ids == expected[owner[ticket]][: len(ids)]
-            assert reason == "cancelled" if ticket in left and len(ids) < 40 else len(ids) == 40
+            assert reason == "cancelled" if ticket in leavers and len(ids) < 40 else len(ids) == 40
 
 
 def failing_at(token) -> Engine:
@@ -168,16 +168,16 @@ MACHINES = {
 def test_the_pace_keeps_gaps_below_twice_the_usual(machine):
     seconds, pace, rng = MACHINES[machine], _core.Pace(), np.random.default_rng(0)
     best = max([1, *(columns for columns in range(1, 129) if seconds(columns) < 1.7 * seconds(0))])
-    taken = []
+    column_counts = []
     for turn in range(1000):
         columns = pace.columns()
         assert 0 <= columns <= 128
-        taken.append(columns)
+        column_counts.append(columns)
         disturbed = 5.0 if turn % 100 == 99 else 1.0  # a thread loses its core now and then
         pace.passed(columns, seconds(columns) * disturbed * rng.uniform(1.0, 1.05))
-    assert max(taken) <= max(2, 1.1 * best)
-    assert np.mean(taken) >= 0.8 * best, "prompts are not held up for nothing"
-    assert 10 <= taken.count(0) < 20, "the usual time is measured again and again"
+    assert max(column_counts) <= max(2, 1.1 * best)
+    assert np.mean(column_counts) >= 0.8 * best, "prompts are not held up for nothing"
+    assert 10 <= column_counts.count(0) < 20, "the usual time is measured again and again"
 
 
 def test_an_engine_may_close_while_requests_run_and_wait():

@@ -170,15 +170,15 @@ def test_drafts_cost_next_to_nothing_where_they_fail(each_column, temperature):
                 "seed": seed,
                 "ignore_eos": True,
             }
-            done = engine.generate_detailed(prompt, **options, reuse_prefix=False).statistics
-            assert done.passes + each_column * done.proposed_tokens < 1.03 * 400
+            statistics = engine.generate_detailed(prompt, **options, reuse_prefix=False).statistics
+            assert statistics.passes + each_column * statistics.proposed_tokens < 1.03 * 400
 
 
 @pytest.mark.parametrize("source", ["model", "head"])
 def test_drafts_that_do_not_pay_are_not_made(source):
-    own = model_with_head(draft_vocab_size=40) if source == "head" else small_model(**LONG)
+    large = model_with_head(draft_vocab_size=40) if source == "head" else small_model(**LONG)
     small = small_model(**LONG, num_hidden_layers=3, swa_layers=(), seed=1)
-    with engine_of(own) as engine, engine_of(small) as other:
+    with engine_of(large) as engine, engine_of(small) as other:
         if source == "model":
             core(engine).draft_with(core(other))
         # a draft costs as much as two passes

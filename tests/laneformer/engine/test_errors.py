@@ -262,12 +262,12 @@ def test_conversions_round_as_pytorch_does(dtype):
         )
     ids = random_ids(model.config, 30)
     with engine_of(model, dtype=dtype) as converted:
-        seen = converted.logits(ids)
+        logits = converted.logits(ids)
     for name, p in model.named_parameters():
         if not name.endswith("norm.weight"):  # norm scales stay in float32
             p.data = p.data.to(TORCH_DTYPES[dtype]).float()
     with engine_of(model) as rounded:
-        np.testing.assert_array_equal(rounded.logits(ids), seen)
+        np.testing.assert_array_equal(rounded.logits(ids), logits)
 
 
 def test_sharded_checkpoints(folder, refuses):

@@ -114,6 +114,6 @@ def test_the_compiled_module_checks_its_arguments_itself(engine, changes):
         if changes.get("masked"):
             decoder.leave(ticket)
         while decoder.running:
-            for news in decoder.collect(0.1):
-                assert all(0 <= i < 264 for i in news.tokens)
+            for result in decoder.collect(0.1):
+                assert all(0 <= i < 264 for i in result.tokens)
     still_works(engine)

@@ -16,7 +16,7 @@ from tests.laneformer.engine.assets import core, usable_isas
 from tests.laneformer.engine.goldens import (
     MODELS,
     ROUNDED,
-    Asked,
+    GoldenRequest,
     alone,
     engine_of,
     goldens,
@@ -27,7 +27,7 @@ from tests.laneformer.engine.goldens import (
 
 GOLDENS = goldens()
 FIGURES = 4  # of the statistics, after the ids
-Answer = Callable[[Engine, list[Asked]], list[list[int]]]
+Answer = Callable[[Engine, list[GoldenRequest]], list[list[int]]]
 CHEAP = 0.001  # of the cost of a pass: so that drafts are made
 
 
@@ -39,7 +39,7 @@ def check_all(name, **options):
     """Check every request alone, with its statistics, and all of them side by side."""
     every = requests(name)
     with engine_of(name, **options) as engine:
-        assert [alone(engine, asked) for asked in every] == GOLDENS[name]
+        assert [alone(engine, request) for request in every] == GOLDENS[name]
         assert side_by_side(engine, every) == ids(name)
 
 
@@ -60,11 +60,11 @@ def test_on_every_instruction_set(name):
 
 def test_as_streams_and_at_once():
     with engine_of("delay_2", threads=3) as engine:
-        for asked, expected in zip(requests("delay_2"), ids("delay_2"), strict=True):
-            if not asked.start and not asked.masks:
-                tokens = list(engine.stream_detailed(asked.ids, **asked.options))
+        for request, expected in zip(requests("delay_2"), ids("delay_2"), strict=True):
+            if not request.start and not request.masks:
+                tokens = list(engine.stream_detailed(request.ids, **request.options))
                 result = engine.generate_detailed(
-                    asked.ids, **asked.options | {"reuse_prefix": False}
+                    request.ids, **request.options | {"reuse_prefix": False}
                 )
                 assert ids_of_tokens(tokens) == ids_of_tokens(result.tokens) == expected
 
@@ -76,16 +76,16 @@ def test_with_masks_that_come_late():
 
 
 def one_by_one(engine, every) -> list[list[int]]:
-    return [alone(engine, asked)[:-FIGURES] for asked in every]
+    return [alone(engine, request)[:-FIGURES] for request in every]
 
 
-def with_drafts(every: list[Asked]) -> list[Asked]:
+def with_drafts(every: list[GoldenRequest]) -> list[GoldenRequest]:
     """Return the requests with as many drafts as possible."""
     return [
-        asked
-        if asked.start
-        else dataclasses.replace(asked, options={**asked.options, "speculate": 31})
-        for asked in every
+        request
+        if request.start
+        else dataclasses.replace(request, options={**request.options, "speculate": 31})
+        for request in every
     ]
 
 

@@ -139,9 +139,9 @@ def test_int8_holds_every_weight_rounded_once():
     steps = np.abs(weights).max(1).astype(np.float64) / LARGEST
     steps[steps < np.finfo(single).tiny] = 0
     np.testing.assert_allclose(scales, steps, rtol=2**-24)  # one rounding to float32
-    meant = round_to_int8({"w": torch.from_numpy(weights)})["w"].numpy()
+    expected = round_to_int8({"w": torch.from_numpy(weights)})["w"].numpy()
     np.testing.assert_array_equal(
-        integers.reshape(weights.shape) * scales[:, None].astype(np.float64), meant
+        integers.reshape(weights.shape) * scales[:, None].astype(np.float64), expected
     )
 
 
@@ -231,7 +231,7 @@ def test_logits_are_near_those_of_exact_activations(head):
     ],
 )
 def test_what_is_fast_depends_on_the_weights_and_the_cpu(monkeypatch, dtype, isa, auto, fast):
-    monkeypatch.setattr(_core, "isa_of", lambda asked: isa)
+    monkeypatch.setattr(_core, "isa_of", lambda name: isa)
     assert (choose_math("auto", dtype, "auto"), choose_math("fast", dtype, "auto")) == (auto, fast)
 
 

@@ -115,8 +115,8 @@ def test_all_of_it_on_emulated_tiles():
     command = [sys.executable, "-m", runner, module, "-rs", "-m", "not proof"]
     environment = {**os.environ, "BELOW_AMX": "portable"}
     files = [__file__, str(Path(__file__).with_name("test_products.py"))]
-    done = subprocess.run(
+    process = subprocess.run(
         [*command, *files], cwd=ROOT, env=environment, capture_output=True, text=True
     )
-    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
-    assert "skipped" not in done.stdout, done.stdout
+    assert process.returncode == 0, process.stdout[-5000:] + process.stderr[-2000:]
+    assert "skipped" not in process.stdout, process.stdout

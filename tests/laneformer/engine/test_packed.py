@@ -53,9 +53,11 @@ def hash_sizes(monkeypatch):
 @pytest.fixture
 def loads(monkeypatch):
     """Return, for each load in order, whether it came from the cache."""
-    seen, load = [], PackedWeights.load
-    monkeypatch.setattr(PackedWeights, "load", lambda *args: seen.append(load(*args)) or seen[-1])
-    return seen
+    cached, load = [], PackedWeights.load
+    monkeypatch.setattr(
+        PackedWeights, "load", lambda *args: cached.append(load(*args)) or cached[-1]
+    )
+    return cached
 
 
 def logits_of(folder, **options) -> np.ndarray:
@@ -71,10 +73,10 @@ def only_file(folder):
 def test_a_second_start_maps_what_the_first_packed(folder, loads, hash_sizes):
     # it checks the hashes of every tape and the embedding once, and again if the file was touched
     expected = engine_of(small_model(dtype="bf16")).logits(IDS)
-    compared = []
+    hash_counts = []
     for start in range(6):
         np.testing.assert_array_equal(logits_of(folder), expected)
-        compared.append(len(hash_sizes))
+        hash_counts.append(len(hash_sizes))
         del hash_sizes[:]
         # a touched file must be checked again
         if start == 2:
@@ -82,8 +84,8 @@ def test_a_second_start_maps_what_the_first_packed(folder, loads, hash_sizes):
         if start == 4:
             only_file(folder).with_suffix(".checked").write_text("no list of stamps")
     parts = len(packed.read_header(only_file(folder))[1]["parts"])
-    assert compared[0] > parts, "the weights, too"
-    assert compared[1:] == [parts, 0, parts, 0, parts]
+    assert hash_counts[0] > parts, "the weights, too"
+    assert hash_counts[1:] == [parts, 0, parts, 0, parts]
     assert loads == [False] + [True] * 5
 
 
@@ -188,13 +190,13 @@ def test_the_four_plans_used_last_stay(folder, loads):
 def test_weights_are_copied_to_where_they_are_read_fast(folder, monkeypatch, why):
     # from tmpfs, whose pages are small, and per memory node by the threads that read them
     plain = logits_of(folder, threads=3)
-    copied = []
+    copies = []
     copy_parts = _core.Decoder.copy_parts
     monkeypatch.setattr(
-        _core.Decoder, "copy_parts", lambda decoder: copied.append(1) or copy_parts(decoder)
+        _core.Decoder, "copy_parts", lambda decoder: copies.append(1) or copy_parts(decoder)
     )
     np.testing.assert_array_equal(logits_of(folder, threads=3), plain)
-    assert copied == [], "a mapped file of this disk needs no copy"
+    assert copies == [], "a mapped file of this disk needs no copy"
     if why == "nodes":
         two = dataclasses.replace(machine.this_machine(), nodes=2)
         for module in (packed, cpu_decoder):
@@ -206,7 +208,7 @@ def test_weights_are_copied_to_where_they_are_read_fast(folder, monkeypatch, why
         path = only_file(folder)
         path.write_bytes(bytes(path.stat().st_size))  # nothing is read from it any more
         np.testing.assert_array_equal(engine.logits(IDS), plain)
-    assert copied == [1]
+    assert copies == [1]
 
 
 def test_the_file_system_of_a_path(tmp_path):
@@ -277,8 +279,8 @@ def test_what_has_lost_its_model_is_removed(models):
     foreign = path.parent.parent / "0123456789abcdef" / "0.bin"
     foreign.parent.mkdir()
     foreign.write_bytes(b"12345678901")
-    named = foreign.with_name("1.bin")  # of this layout: nothing says whose
-    shutil.copyfile(path, named)
+    ownerless = foreign.with_name("1.bin")  # of this layout: nothing says whose
+    shutil.copyfile(path, ownerless)
     other = foreign.parent.parent / "cubins" / "0.bin"  # of another cache
     other.parent.mkdir()
     other.write_bytes(b"12345678901")
@@ -295,14 +297,14 @@ def test_what_nobody_can_use_is_removed_of_every_model(models):
     old.write_bytes(b"12345678901")
     for path in (part, young):
         path.write_bytes(b"unfinished")
-    (lost := first.with_name("1.checked")).write_text("")
+    (orphan_mark := first.with_name("1.checked")).write_text("")
     mark.write_text("")
     with young.open("rb") as writing:
         hold(writing)
         second = start(models[1])
     assert sorted(first.parent.iterdir()) == sorted([first, young])
     assert {one.path for one in list_packed()} == {first, second}
-    assert not lost.exists()
+    assert not orphan_mark.exists()
 
 
 def test_a_file_larger_than_the_budget_is_not_kept(models, monkeypatch):

@@ -77,8 +77,8 @@ def largest_error(isa, math) -> float:
         weights = in_bf16(rng.uniform(-1, 1, (rows, inputs)))
         for columns in (1, 3, 4, 15, 17, 32, 33, 128):
             x = rng.uniform(-1, 1, (columns, inputs)).astype(np.float32)
-            given = (in_bf16(x) if math == "bf16" else x).astype(np.float64)
-            exact, magnitude = given @ weights.T, np.abs(given) @ np.abs(weights.T)
+            inputs_used = (in_bf16(x) if math == "bf16" else x).astype(np.float64)
+            exact, magnitude = inputs_used @ weights.T, np.abs(inputs_used) @ np.abs(weights.T)
             error = np.abs(multiply(weights, x, "bf16", math, isa) - exact) / magnitude
             worst = max(worst, float(error.max()))
     return worst

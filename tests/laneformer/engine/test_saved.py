@@ -37,9 +37,9 @@ def files(directory) -> list[Path]:
     return sorted(directory.glob("*.kv"))
 
 
-def until(true: Callable[[], Any]):
+def until(condition: Callable[[], Any]):
     end_s = time.monotonic() + 60
-    while not true():
+    while not condition():
         assert time.monotonic() < end_s, "it has not come"
         time.sleep(0.01)
 
@@ -117,8 +117,8 @@ def test_a_file_of_another_model_under_an_own_name_is_refused(model, talk, saves
         expected = answer(engine, talk)
     assert not caplog.records
     # a foreign file under the name that this model's own file has
-    own = next(file for file in files(saves) if file != path)
-    shutil.copy(path, own)
+    own_path = next(file for file in files(saves) if file != path)
+    shutil.copy(path, own_path)
     with engine_of(other, threads=1, cache_dir=saves) as engine:
         assert answer(engine, talk) == expected
     assert "of another model" in caplog.text
@@ -192,11 +192,11 @@ def test_idle_time_saves_what_has_grown(model, talk, tmp_path):
         prefixes(engine).idle_s = 0.05
         first = answer(engine, talk)[0]
         until(lambda: files(tmp_path))
-        before = files(tmp_path)
+        first_files = files(tmp_path)
         talk = talk + first + random_ids(model.config, 100, seed=5)
         answer(engine, talk)
         # the longer one contains it
-        until(lambda: files(tmp_path) != before and len(files(tmp_path)) == 1)
+        until(lambda: files(tmp_path) != first_files and len(files(tmp_path)) == 1)
         counts = prefixes(engine).counts
         assert (counts["files"], counts["bytes"]) == (1, files(tmp_path)[0].stat().st_size)
 
@@ -209,7 +209,7 @@ def test_a_request_stops_what_is_saved_while_idle(model, talk, tmp_path, monkeyp
         assert running.wait(60)
         go_on(self, what, took_s)
 
-    monkeypatch.setattr(SavedPrefixes, "_yield", wait_for_a_request)
+    monkeypatch.setattr(SavedPrefixes, "_give_way", wait_for_a_request)
     with engine_of(model, cache_dir=tmp_path) as engine:
         prefixes(engine).idle_s = 0.05
         answer(engine, talk)

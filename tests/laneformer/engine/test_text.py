@@ -29,9 +29,9 @@ def cut(text, stops) -> str:
     """Return the text before the stop string that is complete first; of two, before the longer one."""
     # by brute force: the first end at which any stop string is complete
     for end in range(1, len(text) + 1):
-        ended = [len(stop) for stop in stops if text[:end].endswith(stop)]
-        if ended:
-            return text[: end - max(ended)]
+        lengths = [len(stop) for stop in stops if text[:end].endswith(stop)]
+        if lengths:
+            return text[: end - max(lengths)]
     return text
 
 
@@ -40,15 +40,15 @@ abc = st.text("abc", min_size=1, max_size=4)
 
 @given(pieces=st.lists(abc, max_size=8), stops=st.lists(abc, max_size=3))
 def test_stop_strings_cut_at_the_first_one_however_the_text_is_cut(pieces, stops):
-    watcher, shown, expected = StopStrings(stops), "", cut("".join(pieces), stops)
+    watcher, output, expected = StopStrings(stops), "", cut("".join(pieces), stops)
     for piece in pieces:
-        shown += watcher.push(piece)
-        assert expected.startswith(shown), (
+        output += watcher.push(piece)
+        assert expected.startswith(output), (
             "text that belongs to a stop string, or comes after it, was shown"
         )
         if watcher.found:
             break
-    assert shown + watcher.finish() == expected
+    assert output + watcher.finish() == expected
     assert (watcher.found is not None) == (expected != "".join(pieces))
 
 
@@ -194,6 +194,6 @@ def test_bytes_that_form_no_character_appear_at_the_end_and_are_not_held_back_fo
     stream = TextStream(tokenizer, [])
     assert (stream.push(half), stream.finish()) == ("", "\ufffd")
     stream = TextStream(tokenizer, [])
-    shown = "".join(stream.push(half) for _ in range(50))
-    assert len(shown) >= 40
-    assert len(shown + stream.finish()) == 50
+    output = "".join(stream.push(half) for _ in range(50))
+    assert len(output) >= 40
+    assert len(output + stream.finish()) == 50

@@ -56,6 +56,6 @@ def test_yields_that_cost_a_time_slice_are_rare(tmp_path):
     subprocess.run(["cc", "-shared", "-fPIC", "-o", slow, tmp_path / "slow.c"], check=True)
     environment = {**os.environ, "LD_PRELOAD": str(slow)}
     program = [sys.executable, "-c", DECODE]
-    done = subprocess.run(program, env=environment, capture_output=True, text=True, check=True)
-    yields = int(done.stderr.rpartition("yields ")[2])
-    assert yields <= 2 * (10 * float(done.stdout) + 10)
+    process = subprocess.run(program, env=environment, capture_output=True, text=True, check=True)
+    yields = int(process.stderr.rpartition("yields ")[2])
+    assert yields <= 2 * (10 * float(process.stdout) + 10)

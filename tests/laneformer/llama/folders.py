@@ -253,11 +253,11 @@ def change_tensors(
     return to
 
 
-def relative_error(found: np.ndarray, expected: np.ndarray) -> float:
+def relative_error(logits: np.ndarray, expected: np.ndarray) -> float:
     """Return the largest distance of a position's logits, relative to the spread of the expected ones."""
     spread = expected - expected.mean(-1, keepdims=True)
     return float(
-        (np.linalg.norm(found - expected, axis=-1) / np.linalg.norm(spread, axis=-1)).max()
+        (np.linalg.norm(logits - expected, axis=-1) / np.linalg.norm(spread, axis=-1)).max()
     )
 
 

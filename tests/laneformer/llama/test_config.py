@@ -67,15 +67,15 @@ def sizes(heads: int, kv_heads: int | None, width: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("of", "lanes"),
+    ("values", "lanes"),
     [
         (sizes(32, 8, 8192), {8: 8, 16: 8, 6: 2, 5: 1}),
         (sizes(9, 3, 1536), {2: 1, 3: 3}),
         (sizes(32, None, 11008), {4: 4}),
     ],
 )
-def test_lanes_share_the_threads_evenly(of, lanes):
-    assert {threads: lanes_for(of, threads) for threads in lanes} == lanes
+def test_lanes_share_the_threads_evenly(values, lanes):
+    assert {threads: lanes_for(values, threads) for threads in lanes} == lanes
 
 
 @pytest.mark.parametrize(

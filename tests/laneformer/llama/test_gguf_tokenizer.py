@@ -79,7 +79,8 @@ def test_kinds_differ(tmp_path):
     kinds = [{**metadata, "tokenizer.ggml.pre": pre} for pre in KINDS if pre not in SAME]
     tokenizers = [tokenizer_of(Vocabulary(kind)) for kind in kinds]
     ids = [
-        [each.encode(text, add_special_tokens=False).ids for text in TEXTS] for each in tokenizers
+        [tokenizer.encode(text, add_special_tokens=False).ids for text in TEXTS]
+        for tokenizer in tokenizers
     ]
     assert all(a != b for i, a in enumerate(ids) for b in ids[:i])
 

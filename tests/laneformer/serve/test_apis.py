@@ -125,9 +125,9 @@ def test_responses_through_the_strict_client(api_client):
     assert answer.status == "completed"
     assert answer.output_text == "Good day!"
     assert answer.model == "any"
-    sent = [*HELLO, *(item.model_dump() for item in answer.output), *HELLO]
+    conversation = [*HELLO, *(item.model_dump() for item in answer.output), *HELLO]
     assert (
-        client.responses.create(model="any", input=sent).usage.input_tokens
+        client.responses.create(model="any", input=conversation).usage.input_tokens
         > answer.usage.input_tokens
     )
     with client.responses.stream(model="any", input=ROME) as stream:

@@ -151,9 +151,9 @@ def test_one_is_drained_one_is_killed_and_no_conversation_ends(balancer):
     killed = after[0]
     balancer.servers[killed].kill()
     # conversations move to the one that remains
-    (left,) = set(NAMES) - {drained, killed}
-    assert {balancer.say(talk, "Still there?")[0] for talk in talks} == {left}
-    wait_until(lambda: balancer.healthy() == {left})
+    (survivor,) = set(NAMES) - {drained, killed}
+    assert {balancer.say(talk, "Still there?")[0] for talk in talks} == {survivor}
+    wait_until(lambda: balancer.healthy() == {survivor})
 
 
 def test_prometheus_asks_what_is_there():

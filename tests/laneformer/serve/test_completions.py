@@ -50,8 +50,8 @@ def test_control_tokens_in_a_text_are_letters_and_named(api, engine):
 def test_choices_draw_with_seeds_of_a_batch_and_share_the_prompt(api, engine):
     prompt = list(range(5, 45))
     before = api.count("reused_tokens_total")
-    drawn = {"temperature": 1.5, "logit_bias": {"7": -100}}
-    answer = api.post(prompt=prompt, n=4, best_of=4, seed=11, max_tokens=8, **drawn)
+    sampling = {"temperature": 1.5, "logit_bias": {"7": -100}}
+    answer = api.post(prompt=prompt, n=4, best_of=4, seed=11, max_tokens=8, **sampling)
     options = {"temperature": 1.5, "max_new_tokens": 8, "logit_bias": {7: -100}}
     expected = [engine.generate_text(prompt, seed=seed, **options) for seed in batch_seeds(11, 4)]
     assert [choice["text"] for choice in answer["choices"]] == expected
@@ -128,8 +128,8 @@ def test_end_of_text_and_stop_ids(api, engine, ids):
     tokens = engine.generate(ids, max_new_tokens=30)
     stop = tokens[5]
     count = tokens.index(stop) + 1
-    wanted = {"stop_token_ids": [stop], "max_tokens": 30, "return_token_ids": True, "logprobs": 0}
-    answer = api.post(prompt=ids, **wanted)
+    fields = {"stop_token_ids": [stop], "max_tokens": 30, "return_token_ids": True, "logprobs": 0}
+    answer = api.post(prompt=ids, **fields)
     choice = answer["choices"][0]
     assert choice["token_ids"] == tokens[:count]
     assert choice["prompt_token_ids"] == ids

@@ -90,8 +90,8 @@ def test_messages_go_on(anthropic, engine):
     assert stopped["content"][0]["text"] == text[: text.index(text[3:5])]
     events = map(json.loads, data_of(anthropic.ask(**body, stream=True).text))
     assert "".join(event.get("delta", {}).get("text", "") for event in events) == text
-    counted = anthropic.client.post("/v1/messages/count_tokens", json=body).json()
-    assert counted == {"input_tokens": len(ids)}
+    count = anthropic.client.post("/v1/messages/count_tokens", json=body).json()
+    assert count == {"input_tokens": len(ids)}
     begun = anthropic.post(messages=with_final(""))["content"]
     assert begun == anthropic.post(messages=TALK)["content"], "an empty turn is one that begins"
 

@@ -176,16 +176,16 @@ def test_calls_go_back_as_transformers_renders_them(name):
         *({"role": "tool", "tool_call_id": call["id"], "content": "7"} for call in calls),
         {"role": "user", "content": "!"},
     ]
-    sent = tool.select_tools(request_with(TOOLS)).translate_messages(messages)
+    translated = tool.select_tools(request_with(TOOLS)).translate_messages(messages)
     template = template_of(name)
     bare = grammars().tokenizer
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=bare, chat_template=template, **TOKENS)
-    text = tokenizer.apply_chat_template(sent, tools=TOOLS, tokenize=False)
-    written = spell_calls(tool.form, calls)
+    text = tokenizer.apply_chat_template(translated, tools=TOOLS, tokenize=False)
+    expected = spell_calls(tool.form, calls)
     if name == "mistral":
-        written = tool.form.begin + 'get_weather", "arguments": {"city": "Köln'
-    assert written in text
-    types = {type(call["function"]["arguments"]) for call in sent[1]["tool_calls"]}
+        expected = tool.form.begin + 'get_weather", "arguments": {"city": "Köln'
+    assert expected in text
+    types = {type(call["function"]["arguments"]) for call in translated[1]["tool_calls"]}
     assert types == {str if tool.form.as_text else dict}
     assert messages[1]["tool_calls"] == calls, "what the client sent is not changed"
 

@@ -112,9 +112,9 @@ def one_case(name, dtype, mesh) -> dict[str, Any]:
     return measure(model, mesh.get_local_rank("fsdp"), mesh.size(0))
 
 
-def own_twice(self: lane_axis.LaneAxis, sent, first_only=False) -> torch.Tensor:
+def own_twice(self: lane_axis.LaneAxis, in_flight, first_only=False) -> torch.Tensor:
     """Receive a sum that includes the lane's own partial output, which it has already added."""
-    return lane_axis._Arrive.apply(sent[1], self.group)
+    return lane_axis._Arrive.apply(in_flight[1], self.group)
 
 
 FAULTS: dict[str, tuple[Any, str, Any]] = {
@@ -124,7 +124,7 @@ FAULTS: dict[str, tuple[Any, str, Any]] = {
         "Partial",
         Replicate,
     ),  # a gradient of what all ranks have is taken for the whole
-    "part_of_vocabulary": (lane_axis.LaneAxis, "together", lambda self, *parts: parts),
+    "part_of_vocabulary": (lane_axis.LaneAxis, "combine_softmax_parts", lambda self, *parts: parts),
 }
 
 

@@ -99,10 +99,12 @@ def exact_and_bounds(recipe) -> tuple[Products, Products]:
     return arranged(y, d_x, d_w), arranged(*bounds)
 
 
-def off(found, recipe) -> list[float]:
+def off(products, recipe) -> list[float]:
     """Return the largest errors of y, d_x and d_w in units of what is allowed."""
     exact, allowed = exact_and_bounds(recipe)
-    return [float(((f - e).abs() / a).max()) for f, e, a in zip(found, exact, allowed, strict=True)]
+    return [
+        float(((f - e).abs() / a).max()) for f, e, a in zip(products, exact, allowed, strict=True)
+    ]
 
 
 @pytest.fixture(params=RECIPES.values(), ids=RECIPES)
@@ -172,9 +174,9 @@ def step(recipe, emulate=True, backend=None, checkpointing=True) -> Results:
     return train(model, draw_tokens(CONFIG, SEQ_LEN))
 
 
-def assert_same(found: Results, wanted: Results):
-    assert found.keys() == wanted.keys()
-    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+def assert_same(actual: Results, expected: Results):
+    assert actual.keys() == expected.keys()
+    assert all(torch.equal(actual[name], expected[name]) for name in expected)
 
 
 def test_a_step_repeats_and_is_near_the_one_without_float8(recipe):
@@ -206,13 +208,15 @@ def test_a_compiled_step_is_the_same_and_keeps_its_input_in_float8_alone(recipe)
     layers = []  # of each, the last first: float8 values kept, and products
 
     def see(graph, inputs):
-        kept = 0
+        saved_values = 0
         for node in graph.graph.find_nodes(op="placeholder"):
             value = node.meta["val"]
-            own = isinstance(value, Tensor) and not node.name.startswith(("primals", "tangents"))
-            kept += value.numel() if own and value.dtype == E4M3 else 0
+            is_saved = isinstance(value, Tensor) and not node.name.startswith(
+                ("primals", "tangents")
+            )
+            saved_values += value.numel() if is_saved and value.dtype == E4M3 else 0
         layers.append(
-            (kept, sum("scaled_product" in str(node.target) for node in graph.graph.nodes))
+            (saved_values, sum("scaled_product" in str(node.target) for node in graph.graph.nodes))
         )
         return make_boxed_func(graph)
 

@@ -42,8 +42,8 @@ def alone():
 def flatten(results: dict[str, Any]) -> dict[str, torch.Tensor]:
     """Return losses, gradients, log-denominators and largest logits by name."""
     denominators, peaks = results["seen"]
-    named = {"losses": results["losses"], "denominators": denominators, "peaks": peaks}
-    return named | results["gradients"]
+    tensors = {"losses": results["losses"], "denominators": denominators, "peaks": peaks}
+    return tensors | results["gradients"]
 
 
 @pytest.mark.job
@@ -51,13 +51,13 @@ def test_every_mesh_is_one_process(alone, tmp_path):
     # a fault planted in the exchange is detected
     command = [sys.executable, "-m", "tests.laneformer.titan.lane_ranks", str(tmp_path)]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=900)
-    assert done.returncode == 0, done.stderr[-3000:]
+    child = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=900)
+    assert child.returncode == 0, child.stderr[-3000:]
     for run in RUNS:
-        found, wanted = flatten(torch.load(tmp_path / run.file)), dict(alone[run.case])
+        actual, expected = flatten(torch.load(tmp_path / run.file)), dict(alone[run.case])
         for name in ("denominators", "peaks"):  # rank 0 has those of its part of the batch
-            wanted[name] = wanted[name][: len(found[name])]
-        difference = largest_difference(found, wanted)
+            expected[name] = expected[name][: len(actual[name])]
+        difference = largest_difference(actual, expected)
         if run.fault:
             assert difference > LARGE, run
         else:

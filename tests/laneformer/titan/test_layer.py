@@ -83,11 +83,11 @@ def streams(**overrides) -> list[int]:
     config = LaneformerConfig(**{**SMALL, **overrides})
     model = TitanLaneformer(LaneformerArgs(config=config))
     model.init_weights()
-    found = []
+    counts = []
     for layer in model.layers:
-        layer.register_forward_hook(lambda layer, inputs, output: found.append(output[0].shape[2]))
+        layer.register_forward_hook(lambda layer, inputs, output: counts.append(output[0].shape[2]))
     model(torch.tensor([IDS]))
-    return found
+    return counts
 
 
 def test_equal_streams_are_one():

@@ -73,10 +73,10 @@ def draw_tokens(config, length) -> Tensor:
 
 
 def gradients_of(model) -> Results:
-    named = {
+    gradients = {
         n.replace("_checkpoint_wrapped_module.", ""): p.grad for n, p in model.named_parameters()
     }
-    return {name: gradient for name, gradient in named.items() if gradient is not None}
+    return {name: gradient for name, gradient in gradients.items() if gradient is not None}
 
 
 def train(model, tokens: Tensor) -> Results:
@@ -87,7 +87,7 @@ def train(model, tokens: Tensor) -> Results:
     return {"losses": losses.detach(), **gradients_of(model)}
 
 
-def largest_difference(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> float:
+def largest_difference(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
     """Return the largest difference between tensors of the same name, relative to the largest wanted value."""
-    assert found.keys() == wanted.keys()
-    return max(((found[n] - w).abs().max() / w.abs().max()).item() for n, w in wanted.items())
+    assert actual.keys() == expected.keys()
+    return max(((actual[n] - w).abs().max() / w.abs().max()).item() for n, w in expected.items())

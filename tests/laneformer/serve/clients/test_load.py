@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.laneformer.serve.clients.openai_checks import Asked
+from tests.laneformer.serve.clients.openai_checks import Target
 from tests.laneformer.serve.endpoint import data_of
 
 PATH = "/v1/completions"
@@ -85,7 +85,7 @@ def test_a_storm_of_requests(server, model_folder):
     import httpx
 
     running = server(model_folder, engine={"cache_bytes": 4 << 20}, max_waiting=4)
-    endpoint = Asked(running.url, "tiny", "none")
+    endpoint = Target(running.url, "tiny", "none")
 
     def run(work):
         async def visit():
