@@ -1,8 +1,4 @@
-"""A literal NumPy version of LANEFORMER.md's update table in float64: one token, lane and head at a time.
-
-It is slow and shares no code with model.py, so agreement of the two checks the architecture.
-`plant` introduces one known error, to show that a comparison would detect it.
-"""
+"""A literal NumPy version of LANEFORMER.md's update table in float64: one token, lane and head at a time."""
 
 from __future__ import annotations
 
@@ -15,6 +11,8 @@ from laneformer import LaneformerConfig
 Weights = dict[str, np.ndarray]
 
 
+# This version is slow and shares no code with model.py, so that their agreement says something.
+# `plant` introduces one known error, to show that a comparison would detect it.
 def rms_norm(x: np.ndarray, scale: np.ndarray, lane: int, eps: float) -> np.ndarray:
     # one scale for all lanes, or one for each
     own_scale = scale if scale.ndim == 1 else scale[lane]

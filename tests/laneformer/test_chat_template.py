@@ -65,7 +65,6 @@ def template_of(template: str) -> ChatTemplate:
 
 
 def same(template: str, messages: list, **options: Any) -> bool:
-    """Return whether both render the same text or both refuse."""
     chat = template_of(template)
     try:
         expected = theirs(template, messages, **options)
@@ -91,7 +90,7 @@ def test_templates_of_many_models():
 
 
 def compare_templates(template: str) -> list[bool]:
-    """Apply `same` to conversations of several lengths, with and without tools and Qwen's variable."""
+    """Apply `same` to conversations of several lengths, with and without tools."""
     return [
         same(template, messages, add_generation_prompt=len(messages) % 2 == 1, **options)
         for messages in (TURNS, TURNS[:2], SYSTEM + TURNS)

@@ -34,7 +34,6 @@ def difference(model: Laneformer, plant: str = "") -> float:
 
 @pytest.fixture(autouse=True)
 def rope_in_float64(monkeypatch):
-    """Use the RoPE table in float64."""
     # the model's float32 table would limit the comparison in float64
     monkeypatch.setattr("laneformer.model.rope_table", exact_rope)
 

@@ -105,6 +105,7 @@ def theirs(
     from transformers import PreTrainedTokenizerFast
 
     tokenizer = Tokenizer.from_str((TOKENIZERS | CONDITIONAL)[kind].to_str())
+    # the truncation that a file brings is not the server's
     tokenizer.no_truncation()
     wrapped = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, chat_template=TEMPLATES[template], **TOKENS
@@ -177,6 +178,7 @@ def test_a_text_has_no_control_ids_but_the_first(kind):
 
 @pytest.mark.parametrize("ignore_merges", [False, True])
 def test_merges_and_whole_words_do_not_make_control_tokens(ignore_merges):
+    # "<s" and ">" are ids 3 and 2; id 4 is the control token
     vocabulary = {piece: i for i, piece in enumerate(["<", "s", ">", "<s", "<s>"])}
     tokenizer = Tokenizer(
         models.BPE(vocabulary, [("<", "s"), ("<s", ">")], ignore_merges=ignore_merges)

@@ -114,4 +114,5 @@ def test_one_table_a_kind():
         "two of the same are one"
     )
     table = positions.rope_table(build_model("yarn on full").config, torch.arange(4))
+    # (kinds, 1, positions, 1, pairs)
     assert table[0].shape == (2, 1, 4, 1, 6)

@@ -145,6 +145,8 @@ def test_reasoning_is_beside_the_answer(text, more, monkeypatch, capsys):
 
 
 def test_oldest_turns_go_when_the_context_is_full(folder, tmp_path, monkeypatch, capsys):
+    # a letter is a token: the line of 5,000 is refused whole, and the fourth question needs the
+    # room of the first two turns
     file = tmp_path / "chat.json"
     long = "x" * 900
     lines = [f"1{long}", f"2{long}", f"3{long}", "y" * 5000, f"4{long}", f"/save {file}"]
@@ -172,6 +174,7 @@ def test_retry_reset_system_and_load(folder, tmp_path, monkeypatch, capsys):
     assert json.loads(second.read_text()) == second_messages, (
         "the prompt encoded again gives the same answer"
     )
+    # /save does not overwrite a file that holds no conversation
     assert "message 0 is {'model_type'" in capsys.readouterr().err
     assert "laneformer" in (folder / "config.json").read_text()
     first.write_text('[{"role": "tool"}]')
@@ -188,8 +191,6 @@ def test_what_a_terminal_would_obey_is_not_printed(folder, monkeypatch, capsys):
 
 
 class PseudoTerminal:
-    """A process in a pseudo terminal."""
-
     def __init__(self, *command: str):
         self.end, end = pty.openpty()
         self.process = subprocess.Popen(
@@ -199,6 +200,7 @@ class PseudoTerminal:
             stderr=end,
             start_new_session=True,
             env={**os.environ, "TERM": "xterm"},
+            # its controlling terminal, or Ctrl-C would reach no process
             preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
         )
         os.close(end)

@@ -77,6 +77,7 @@ def test_a_command_ends_with_a_sentence_or_without_a_word(model_copy, script, st
     words["no_home"] = f"{sys.executable} -c {shlex.quote(NO_HOME)}"
     result, stderr = run(script.format_map(words), XDG_CACHE_HOME="")
     assert result == status, stderr
+    # null: anything may be said; "": nothing
     if sentence is not None:
         assert sentence.format_map(words) in stderr
         assert sentence or not stderr
@@ -170,6 +171,7 @@ def test_models_of_other_programs_beside_what_is_broken(tmp_path, monkeypatch, c
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
         if content == "LAYERS":
+            # Ollama's manifest; the model is one of its layers, a blob named by its digest
             kinds = (("license", "34"), ("model", path.name))
             prefix = "application/vnd.ollama.image"
             layers = [{"mediaType": f"{prefix}.{k}", "digest": f"sha256:{d}"} for k, d in kinds]
@@ -184,6 +186,7 @@ def test_models_of_other_programs_beside_what_is_broken(tmp_path, monkeypatch, c
     main(["models"])
     blob = "models/blobs/sha256-8"
     assert names.locate_model("m:8") == tmp_path / ".ollama" / blob
+    # OLLAMA_MODELS moves Ollama's folder, and no other program's
     (tmp_path / ".ollama").rename(tmp_path / "other")
     monkeypatch.setenv("OLLAMA_MODELS", str(tmp_path / "other/models"))
     assert names.locate_model("m:8") == tmp_path / "other" / blob
@@ -193,6 +196,7 @@ def test_models_of_other_programs_beside_what_is_broken(tmp_path, monkeypatch, c
 
 
 def test_more_than_the_model_or_the_machine_has_is_said(folder, caplog):
+    # a warning, not an error: the engine opens all the same
     for options, word in (
         ({"context_tokens": 4097}, "context_tokens = 4097: the model knows 4096"),
         ({"threads": 1 + (os.cpu_count() or 1)}, "threads = "),

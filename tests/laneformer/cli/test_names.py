@@ -88,6 +88,7 @@ def test_which_file_of_a_repository(files, quantisation, chosen):
 
 
 def test_a_file_in_parts_is_one_model(tmp_path, monkeypatch):
+    # the first part is what the engine opens; it comes first, however the repository lists them
     downloads = []
     monkeypatch.setattr(names.huggingface_hub.HfApi, "list_repo_files", lambda *_: files)
     monkeypatch.setattr(

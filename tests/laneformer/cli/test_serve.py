@@ -60,6 +60,7 @@ def test_mistakes_are_told_before_the_weights_are_loaded(capsys):
 
 
 def test_the_port_is_taken_and_health_answers_while_weights_load():
+    # weights may load for minutes: who asks then gets an answer, and a second server another port
     options = ServerOptions("m", port=0)
     with options.listen() as listening:
         host, port = listening.getsockname()

@@ -1,8 +1,4 @@
-"""A CUDA driver for one card without a GPU: refuses blocks that cannot be resident, records launches.
-
-Structures and enumerations are those of cuda-bindings. Machine code is taken to need the registers
-of __launch_bounds__ and the size of the argument.
-"""
+"""A CUDA driver for one card without a GPU: refuses blocks that cannot be resident, records launches."""
 
 from __future__ import annotations
 
@@ -40,6 +36,8 @@ def argument_of(version, geometry) -> type[ctypes.Structure]:
     return Probe if version == "probe" else decode_structure(geometry.devices)
 
 
+# Structures and enumerations are those of cuda-bindings. Machine code is taken to need the
+# registers of __launch_bounds__ and the size of the argument.
 class FakeDriver:
     """Replaces the driver, and what the engine uses of torch.cuda."""
 
@@ -65,6 +63,7 @@ class FakeDriver:
         kernels = []
         for name in NAMES[version]:
             resident = 2 if version == "graph" and name != "choose" else 1
+            # what __launch_bounds__ leaves to a thread, in steps of 8
             most = min(255, REGISTERS // (threads * resident) // 8 * 8)
             kernels.append(Kernel(name, self.registers.get(name, most), size))
         return kernels
@@ -102,6 +101,7 @@ class FakeDriver:
         kernel, threads = self.kernels[int(handle)], config.blockDimX
         resident = self._resident(kernel, threads, config.sharedMemBytes)
         attributes = {int(attribute.id): attribute.value.cooperative for attribute in config.attrs}
+        # all blocks of a cooperative launch must be resident at once, or a driver refuses it
         most = min(self.max_blocks, resident * self.card.multiprocessors)
         if (
             attributes.get(int(self.driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_COOPERATIVE))

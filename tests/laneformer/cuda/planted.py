@@ -37,5 +37,5 @@ def plant_all(kernels, builds, faults: Iterable[Patch]):
 
 
 def put_in_force(kernels, number):
-    """Put one fault in force, and no other; 0 is none."""
+    """Number 0 puts none in force."""
     ctypes.c_int.in_dll(kernels.library, "planted").value = number

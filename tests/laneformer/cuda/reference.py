@@ -73,8 +73,6 @@ def read_one_by_one(emulated, ids: list[int]) -> tuple[Tensor, list[tuple[Tensor
 
 
 def compute_expected(emulated, ids: list[int], stored: list[tuple[Tensor, Tensor]]) -> Expected:
-    """Return the reference and its tolerances."""
-
     def run(model):
         cache = StoredCache(stored)
         logits = model(torch.tensor([ids]), cache)[0]

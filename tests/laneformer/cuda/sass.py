@@ -1,7 +1,4 @@
-"""A cubin's machine code as lists of instructions, read from nvdisasm's output.
-
-The disassembler comes with Triton's wheel.
-"""
+"""A cubin's machine code as lists of instructions, read from nvdisasm's output."""
 
 from __future__ import annotations
 
@@ -82,7 +79,7 @@ class Kernel:
 
 
 def tools() -> Path | None:
-    """Return the folder of nvdisasm and cuobjdump, or None if Triton is not installed."""
+    """Return the folder of nvdisasm and cuobjdump, which come with Triton's wheel, or None."""
     try:
         import triton
     except ImportError:

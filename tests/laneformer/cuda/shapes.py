@@ -1,8 +1,4 @@
-"""A table of shapes for the decode kernels on the emulator, which covers every rule of the kernels.
-
-A shape is a change of the small model and a layout: blocks per lane, warps per block, bytes per
-chunk, chunks per ring.
-"""
+"""A table of shapes for the decode kernels on the emulator, which covers every rule of the kernels."""
 
 from __future__ import annotations
 
@@ -17,6 +13,8 @@ from tests.laneformer.cuda.emulated import EmulatedPasses
 from tests.laneformer.cuda.harness import small_config
 
 
+# A shape is a change of the small model and a layout: blocks per lane, warps per block, bytes per
+# chunk, chunks per ring.
 @dataclass(frozen=True)
 class Shape:
     config: dict[str, Any] = field(default_factory=dict)
@@ -55,7 +53,6 @@ class Shape:
         return plan(self.model, self.dtype, self.machine(), **self.plan)
 
     def emulate(self, builds, **options) -> EmulatedPasses:
-        """Return the kernels of this shape, with `options` for EmulatedPasses."""
         arguments = {"dtype": self.dtype, "machine": self.machine(), **self.plan, **options}
         return EmulatedPasses(builds, config=self.model, **arguments)
 

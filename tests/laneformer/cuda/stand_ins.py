@@ -30,7 +30,7 @@ def passes_of(engine):
 
 
 def answers(executor, requests: Iterable[Request]) -> list[Collected]:
-    """Return all results of requests, of which as many run at once as there is room for."""
+    """Return all results, with as many requests at once as there is room for."""
     most, waiting = executor.passes.sequences, [replace(r, quiet=True) for r in requests]
     tickets, collected = list[int](), dict[int, Collected]()
     while waiting or len(collected) < len(tickets):
@@ -107,6 +107,7 @@ class LoopPasses(PassDecoder):
     ) -> list[list[int]]:
         assert 1 <= len(columns) <= 5
         rows, running = [self._pass(columns, logits)], [True] * len(columns)
+        # each pass takes the tokens of the last one; a sequence that has drawn a stop token rests
         for passed in range(ahead):
             running = [
                 runs and t not in c.stops[: c.stop_count]
@@ -130,6 +131,7 @@ class LoopPasses(PassDecoder):
         for i, column in enumerate(columns):
             ids = cached_ids.get(column.sequence, [])
             assert len(ids) >= column.position, "keys and values are missing"
+            # a column overwrites all that its sequence had from there on
             ids = cached_ids[column.sequence] = [*ids[: column.position], column.token]
             row = self.logits_after(ids)[-1]
             tokens.append(int(row.argmax()))

@@ -78,6 +78,7 @@ def test_every_token_has_the_time_of_its_launch(cuda_builds):
     executor = CudaExecutor(EmulatedPasses(cuda_builds, 3, blocks_per_lane=2))
     times = bench.arrivals(executor, [5], 19)
     launches, counts = np.unique(times, return_counts=True)
+    # the prompt's pass, a launch of as many passes as there may be, and the rest
     assert counts.tolist() == [1, 16, 2]
     assert bench.rate_of(times) == pytest.approx(18 / (launches[-1] - launches[0]))
     executor.schedule.fail("the GPU has failed")
@@ -97,6 +98,7 @@ def test_the_probe_reads_every_byte_as_often_as_it_says(cuda_builds):
         "threads": geometry.threads,
         "shared_bytes": geometry.shared_bytes,
     }
+    # sums wrap at 32 bits, and still change with every byte that is read too often or never
     for rounds in (1, 3):
         sums = torch.zeros(geometry.blocks * geometry.threads, dtype=torch.int32)
         emulator.launch(

@@ -1,8 +1,4 @@
-"""Tests of reused sequences on a GPU: a prompt starts only where all positions in its windows are its own.
-
-The schedule decides, the executor copies. Numbers stand for keys and values, and the next id is a
-sum of the ids before it.
-"""
+"""Tests of reused sequences on a GPU: a prompt starts only where all positions in its windows are its own."""
 
 from __future__ import annotations
 
@@ -42,7 +38,7 @@ def number_after(before: int, token: int) -> int:
 
 
 def continue_text(ids: list[int], count: int) -> list[int]:
-    """Return the continuation of a text, which depends on the sum of all its ids."""
+    """Return the only right continuation of a text."""
     number, new_ids = 0, list[int]()
     for token in ids[:-1]:
         number = number_after(number, token)
@@ -52,6 +48,7 @@ def continue_text(ids: list[int], count: int) -> list[int]:
     return new_ids
 
 
+# The schedule decides what is reused, the executor copies it; both are as on a GPU.
 class Numbers:
     """Passes in which a position's keys and values are one number that depends on all ids up to it."""
 
@@ -81,7 +78,6 @@ class Numbers:
         return [[self._run(c.sequence, c.position, c.token) for c in columns]]
 
     def _run(self, cache: int, position: int, token: int) -> int:
-        """Return the next id."""
         # each layer sees the same numbers, as far back as its window reaches
         numbers = self.place(cache, WHOLE, range(position))[:, 0]
         number = number_after(int(numbers[-1]) if position else 0, token)

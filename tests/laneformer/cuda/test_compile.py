@@ -1,7 +1,4 @@
-"""Tests that cubins are cached by all that determines them, and of compile errors.
-
-test_machine_code.py covers the kernels' machine code.
-"""
+"""Tests that cubins are cached by all that determines them, and of compile errors."""
 
 from __future__ import annotations
 
@@ -79,6 +76,8 @@ def test_what_does_not_compile_is_reported(tmp_path, monkeypatch):
 
 
 def test_a_folder_that_cannot_be_written_costs_time_only(tmp_path, monkeypatch):
+    # a cache that is a file, then one in which the last rename fails: each time the cubin is
+    # compiled again, and nothing is left half-written
     compiler, folder, file = Compiler(monkeypatch), tmp_path / "cubins", tmp_path / "file"
     file.write_text("not a folder")
     cubin = compile_cubin("passes", small(), "sm_90a", file)

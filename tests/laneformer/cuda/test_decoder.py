@@ -1,7 +1,4 @@
-"""Tests of the engine for GPUs without a GPU: its API with a plain PyTorch loop, and device selection.
-
-The tests of the CPU engine cover the schedule, which is the same.
-"""
+"""Tests of the engine for GPUs without a GPU: its API with a plain PyTorch loop, and device selection."""
 
 from __future__ import annotations
 
@@ -38,6 +35,7 @@ def two_gpus(monkeypatch):
     pretend_gpu(monkeypatch, LoopPasses, devices=2)
 
 
+# The schedule is the CPU engine's, whose tests cover it.
 @pytest.fixture
 def engine(two_gpus):
     with Engine(CONFIG, TENSORS, device="cuda", tokenizer=byte_tokenizer()) as engine:
@@ -142,6 +140,7 @@ def test_a_closed_engine_says_so(engine):
     executor = cuda_of(engine).executor
     engine.close()
     engine.close()
+    # the executor's thread gives its memory back by itself, within 5 s
     for _ in range(100):
         time.sleep(0.05 * (executor.passes is not None))
     assert executor.passes is None, "its memory is given back"
@@ -155,7 +154,6 @@ def test_a_closed_engine_says_so(engine):
 
 
 def reference_logits(model, ids) -> np.ndarray:
-    """Return logits (n, V) in float32."""
     # layers in bf16 as in the engine, the head in float64
     positions = torch.arange(len(ids))
     embedding, masks = model.tok_embeddings(torch.tensor([ids])), model.masks(positions, positions)
@@ -303,6 +301,7 @@ def test_what_is_missing_is_said(message, monkeypatch):
 
 
 def test_auto_without_a_gpu_does_not_import_torch():
+    # torch takes seconds to import, and the CPU engine needs none; this process has it already
     code = (
         "import sys; from laneformer.engine import Engine, device; device.DRIVER = 'libnothing.so';"
         "Engine.random('tiny').generate([1], max_new_tokens=2); print('torch' in sys.modules)"

@@ -1,9 +1,4 @@
-"""Tests that faults planted in the kernels' source are found on the emulator, in every order of threads.
-
-Each build has a table of faults, all in one source (planted.py). A fault names what finds it: a
-pattern of the emulator's message, or "numbers" where tokens, logits, keys or values differ.
-Builds that check races on plain data (races.h) cost ten times the processor time.
-"""
+"""Tests that faults planted in the kernels' source are found on the emulator, in every order of threads."""
 
 from __future__ import annotations
 
@@ -30,9 +25,11 @@ from tests.laneformer.cuda.test_passes import one_by_one, text
 pytestmark = emulator_proof
 
 
+# Each build has a table of faults, all in one source (planted.py). A fault names what finds it: a
+# pattern of the emulator's message, or "numbers" where tokens, logits, keys or values differ.
 @dataclass(frozen=True)
 class Fault:
-    """A change of one place, in force while `planted` equals its number; HERE in `now` tests for that."""
+    """A change of one place, in force while `planted` equals its number."""
 
     file: str
     was: str
@@ -198,6 +195,7 @@ OF_LAUNCHES = {
         "aborted || (bits & kEnds && !HERE) ? -1 : static_cast<int>(bits & ~kEnds)",
     ),
 }
+# Builds that check races on plain data (races.h) cost ten times the processor time.
 RACES = {
     "a column's sum of squares is where the last one's is read": Fault(
         "block.cuh",
@@ -305,7 +303,6 @@ class Build:
     seeds: tuple[int, ...]
 
     def plant_faults(self, builds) -> EmulatedPasses:
-        """Return the kernels with all faults in their source and none in force."""
         kernels = self.make(builds)
         plant_all(
             kernels, builds, [(fault.file, fault.was, fault.now) for fault in self.faults.values()]
@@ -380,6 +377,7 @@ def test_no_race(name, cuda_builds):
 
 
 def test_wrong_numbers_are_not_within_the_tolerance(cuda_builds):
+    # what only numbers show must exceed the computed tolerance, or test_every_logit would pass it
     kernels = BUILDS["exchanges"].plant_faults(cuda_builds)
     test_kernels.check(kernels, 11, range(0))
     for number, (name, fault) in enumerate(OF_EXCHANGES.items(), 1):

@@ -1,9 +1,4 @@
-"""Tests of the decode kernels on the emulator: logits at every position, for any thread order and layout.
-
-The emulator proves, for all thread orders of a launch (order.h), that words are written before they
-are read and not overwritten early, and that no thread waits for ever. test_faults.py shows that
-these checks and the emulator's find planted faults.
-"""
+"""Tests of the decode kernels on the emulator: logits at every position, for any thread order and layout."""
 
 from __future__ import annotations
 
@@ -26,8 +21,10 @@ def text(emulated, count) -> list[int]:
     ).tolist()
 
 
+# The emulator proves, for all thread orders of a launch (order.h), that words are written before
+# they are read and not overwritten early, and that no thread waits for ever. test_faults.py shows
+# that these checks and the emulator's find planted faults.
 def check(emulated, count, seeds):
-    """Compare a text of `count` tokens with the reference."""
     # several columns and thread orders give the same bits; passes ahead give single passes' tokens
     ids = text(emulated, count)
     emulated.forget()

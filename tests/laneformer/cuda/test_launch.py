@@ -57,7 +57,6 @@ def geometries_of(version, card) -> list[Geometry]:
 
 
 def fill_argument(version, geometry) -> bytes:
-    """Return an argument with known bytes."""
     return bytes((7 * i + 1) % 256 for i in range(ctypes.sizeof(argument_of(version, geometry))))
 
 

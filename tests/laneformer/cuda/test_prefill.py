@@ -1,8 +1,4 @@
-"""Tests of prompts that PyTorch reads: the kernels continue as if they had read the prompt.
-
-The streams equal bit for bit those of the model with a plain cache, so the distribution over splits
-and rings loses nothing.
-"""
+"""Tests of prompts that PyTorch reads: the kernels continue as if they had read the prompt."""
 
 from __future__ import annotations
 
@@ -46,6 +42,8 @@ class PlainCache:
         return self.stored[layer_idx][:1], self.stored[layer_idx][1:]
 
 
+# The streams equal bit for bit those of the model with a plain cache, so the distribution over
+# splits and rings loses nothing.
 def same_streams(model: Any, cache: Any, other: Any, other_cache: Any) -> bool:
     pairs = zip(
         prefill.streams(model, TEXT, cache), prefill.streams(other, TEXT, other_cache), strict=True

@@ -1,8 +1,4 @@
-"""Tests that Python and the kernels agree on the layout of words, arguments and shared memory.
-
-The kernels, built for the CPU, report sizes and offsets. test_prefill.py reads back all weights of
-a tape, and test_kernels.py multiplies by them.
-"""
+"""Tests that Python and the kernels agree on the layout of words, arguments and shared memory."""
 
 import ctypes
 
@@ -14,6 +10,8 @@ from tests.laneformer.cuda import emulator
 from tests.laneformer.cuda.emulated import build_unit, needs_emulator
 from tests.laneformer.cuda.shapes import SHAPES
 
+# The kernels, built for the CPU, report sizes and offsets. test_prefill.py reads back all weights
+# of a tape, and test_kernels.py multiplies by them.
 LAYOUT = r"""
 #include "emulator.h"
 #include "block.cuh"

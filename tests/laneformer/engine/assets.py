@@ -33,7 +33,6 @@ TORCH_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.flo
 
 
 def small_config(**overrides) -> LaneformerConfig:
-    """Return a configuration of odd sizes."""
     # no size is a multiple of the engine's tiles, and the window is shorter than prompts
     values = {
         "hidden_size": 48, "intermediate_size": 88, "num_hidden_layers": 5, "num_attention_heads": 8,
@@ -69,13 +68,14 @@ def tensors_of(model) -> dict[str, Tensor]:
         torch.int32: "int32"
     }
     return {
+        # NumPy has no bf16, so 16-bit numbers travel as their bits
         name: Tensor(names[p.dtype], (p.view(torch.uint16) if p.itemsize == 2 else p).numpy())
         for name, p in model.state_dict().items()
     }
 
 
 def engine_of(model, config: LaneformerConfig | None = None, **options) -> Engine:
-    """Open an engine on a model's weights, by default with fp32 keys and values."""
+    """Open an engine, by default with fp32 keys and values."""
     # most tests compare with float64 to the last few bits
     return with_fixed_cost(
         Engine(config or model.config, tensors_of(model), **{"kv_dtype": "fp32", **options})
@@ -160,7 +160,7 @@ def resident_bytes() -> int:
 def check_logits(
     model, ids: list[int], config: LaneformerConfig | None = None, **options
 ) -> np.ndarray:
-    """Return the engine's logits after comparing them with float64."""
+    """Return the engine's logits, compared with float64's."""
     # The weights are the same, so only float32 rounding differs. The engine sums in another order
     # than PyTorch, which changes an error's value but not its size. Planted errors are thousands of
     # times larger.
@@ -203,7 +203,6 @@ def byte_tokenizer() -> Tokenizer:
 def usable_isas(
     candidates: Sequence[str] = ("avx512_bf16", "avx512", "avx2", "portable"),
 ) -> tuple[str, ...]:
-    """Return the instruction sets of `known` that this CPU has, in their order."""
     # by default the best first, of those whose blocks of columns have the bits of single columns
     model = random_model(small_config(num_hidden_layers=1, swa_layers=()))
     usable = []

@@ -71,7 +71,6 @@ def requests(name) -> list[GoldenRequest]:
 
 
 def _request(draw, vocab, shared) -> GoldenRequest:
-    """Return a random request with any mixture of options."""
     # prompts often share a prefix or repeat themselves
     prompt = draw.choice(shared)[: draw.choice((0, 1, 20, 60, 140, 200))]
     prompt = prompt + [draw.randrange(vocab) for _ in range(draw.randrange(1, 30))]
@@ -121,7 +120,6 @@ def mask_of(ids, vocab) -> np.ndarray:
 
 
 def join(batch, request, vocab, masks=None) -> int:
-    """Send a request to the batch."""
     # masks: how many masks come with the request; `allow` adds the others later
     if request.start:
         return batch.score(request.ids, start=request.start, **request.options)
@@ -144,7 +142,7 @@ def ids_of_tokens(tokens: Sequence[GeneratedToken]) -> list[int]:
 
 
 def alone(engine, request) -> list[int]:
-    """Return the ids, then the counts of reused positions, passes, draft tokens and accepted drafts."""
+    """Return the ids, then the counts of reused positions, passes, drafts and accepted drafts."""
     with engine.batch() as batch:
         ticket = join(batch, request, engine.config.vocab_size)
         updates = collect(batch, ticket)[ticket]

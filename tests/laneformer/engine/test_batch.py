@@ -1,7 +1,4 @@
-"""Tests of `Engine.batch`: joining and leaving, masks, and the pace of prompts.
-
-test_goldens.py checks the tokens.
-"""
+"""Tests of `Engine.batch`: joining and leaving, masks, and the pace of prompts."""
 
 from __future__ import annotations
 
@@ -28,6 +25,7 @@ ENDLESS = {"max_new_tokens": 19_900, "ignore_eos": True}
 
 
 def test_a_ninth_request_is_refused_until_one_has_been_collected():
+    # a place is taken until the end of its request is collected, however early that came
     with engine_of(small_model()) as engine, engine.batch() as batch:
         tickets = [
             batch.join([i], max_new_tokens=1 if i == 0 else 90, ignore_eos=True) for i in range(8)
@@ -85,6 +83,7 @@ def test_an_overflow_ends_one_request_alone():
         expected = engine.generate(
             [3, 4], max_new_tokens=60, ignore_eos=True, logit_bias={7: -100.0}
         )
+        # the second round shows that the first has left nothing behind
         for _ in range(2):
             with engine.batch() as batch:
                 good = batch.join(
@@ -185,9 +184,11 @@ def test_an_engine_may_close_while_requests_run_and_wait():
     batch = engine.batch()
     for i in range(7):
         batch.join([i], **ENDLESS)
+    # this one waits for a mask, which never comes
     batch.join([9], masked=True)
     batch.updates(5.0)
     collecting = threading.Thread(target=batch.updates, args=[0.5])
+    # and a thread waits within `updates` meanwhile
     collecting.start()
     engine.close()
     collecting.join()

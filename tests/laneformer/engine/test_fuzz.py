@@ -43,6 +43,7 @@ anything = st.one_of(
 
 
 def valid(name) -> st.SearchStrategy:
+    # small numbers keep a generation short
     if name in RANGES:
         kind, low, high = RANGES[name]
         return (

@@ -1,8 +1,4 @@
-"""Tests that 200 recorded requests always give the same ids, however they are run.
-
-The modes are threads, instruction sets, company, streams, drafts from every source, a slow link
-between lanes, and keys and values from files.
-"""
+"""Tests that 200 recorded requests always give the same ids, however they are run."""
 
 from __future__ import annotations
 
@@ -36,7 +32,7 @@ def ids(name) -> list[list[int]]:
 
 
 def check_all(name, **options):
-    """Check every request alone, with its statistics, and all of them side by side."""
+    """Check every request alone and all of them side by side."""
     every = requests(name)
     with engine_of(name, **options) as engine:
         assert [alone(engine, request) for request in every] == GOLDENS[name]
@@ -80,7 +76,6 @@ def one_by_one(engine, every) -> list[list[int]]:
 
 
 def with_drafts(every: list[GoldenRequest]) -> list[GoldenRequest]:
-    """Return the requests with as many drafts as possible."""
     return [
         request
         if request.start
@@ -119,9 +114,11 @@ def test_behind_a_slow_link_between_lanes(name):
 @pytest.mark.parametrize("name", ["delay_2", "two_lanes"])
 def test_with_prefixes_from_files_after_restarts(name, tmp_path):
     every, answers, hits = requests(name), [], 0
+    # a restart after every fifth request
     for first in range(0, len(every), 5):
         with engine_of(name, threads=2, cache_dir=tmp_path) as engine:
             answers += one_by_one(engine, every[first : first + 5])
             hits += engine.saved_prefixes["hits"]
     assert answers == ids(name)
+    # or files had no part in the answers
     assert hits > 3

@@ -1,8 +1,4 @@
-"""Tests of int8 and int4 weights, products with activations rounded to int8, and their engines.
-
-NumPy defines the products here, and every instruction set must match them bit for bit.
-test_bits.py shows that threads and blocks change no bit.
-"""
+"""Tests of int8 and int4 weights, products with activations rounded to int8, and their engines."""
 
 from __future__ import annotations
 
@@ -85,6 +81,8 @@ def unpack_tape(tape, rows, inputs, dtype) -> tuple[np.ndarray, np.ndarray]:
     return LEVELS[bits[:rows]], scales[:rows].astype(single)
 
 
+# NumPy defines the products here, and every instruction set must match them bit for bit.
+# test_bits.py shows that threads and blocks change no bit.
 def multiply_by_definition(tape, x, rows, dtype) -> np.ndarray:
     """Return the product (columns, rows)."""
     # integers are summed exactly; then each float32 operation rounds
@@ -101,6 +99,7 @@ def multiply_by_definition(tape, x, rows, dtype) -> np.ndarray:
 @pytest.mark.parametrize("dtype", ["int8", "int4"])
 @pytest.mark.parametrize("isa", ISAS)
 def test_products_have_the_bits_of_their_definition(isa, dtype):
+    # rows that fill tiles and do not, inputs that are whole groups of 32 and are not
     for rows, inputs in ((32, 32), (40, 34), (5, 8), (70, 96), (33, 136), (64, 12), (96, 576)):
         weights, x = draw_weights(rows, inputs), draw_weights(13, inputs, seed=1)
         tape, _ = _core.multiply(weights, x, dtype, "int8", isa)
@@ -115,6 +114,7 @@ def test_products_have_the_bits_of_their_definition(isa, dtype):
 
 def test_inputs_too_small_for_a_scale_are_zeros():
     x = np.full((2, 64), 1e-37, single)
+    # one group of the second column has a scale: zeros go by group, not by column
     x[1, :32] = 3.0
     weights = draw_weights(32, 64)
     tape, product = _core.multiply(weights, x, "int4", "int8", "auto")

@@ -45,7 +45,6 @@ def kv_bytes(engine) -> int:
 
 
 def bytes_of(positions, config=None, **options) -> int:
-    """Return the bytes of one request of so many positions."""
     with engine_of(random_model(config or small_config(**LONG)), **options) as engine:
         engine.generate(random_ids(engine.config, positions), max_new_tokens=1)
         return kv_bytes(engine)
@@ -70,6 +69,7 @@ def test_the_least_recently_used_conversation_goes_first():
         talks = [random_ids(engine.config, 100, seed=i) for i in range(6)]
         for talk in talks:
             answer(engine, talk, 1)
+        # the last four of the six fit; 1 takes the room of 4, the only one not asked for again
         assert [answer(engine, talks[i], 1)[2] for i in (3, 5, 2, 1, 3, 5, 2)] == [
             99,
             99,
@@ -84,6 +84,7 @@ def test_the_least_recently_used_conversation_goes_first():
 
 @pytest.mark.parametrize("swa_layers", [(0, 1, 3), ()])
 def test_a_prompt_may_part_anywhere_from_the_cached_one(swa_layers):
+    # 439 of 440 is the most that can be reused, since the last id is always read
     model = small_model(**LONG, swa_layers=swa_layers, seed=3)
     ids = random_ids(model.config, 440)
     with engine_of(model) as engine, engine_of(model) as fresh:
@@ -99,6 +100,7 @@ def test_what_was_cancelled_or_kept_its_logits_changes_no_bit():
     for length in (20, 130, 280):
         with engine_of(model) as fresh, engine_of(model) as engine:
             stream = engine.stream(ids[:length], max_new_tokens=50, speculate=4)
+            # cancelled with drafts under way
             next(stream), stream.close()
             for prompt in (ids, ids[: length + 2], ids[:length]):
                 check_reuse(engine, fresh, prompt)
@@ -112,8 +114,10 @@ def test_without_room_a_conversation_goes_on_with_its_windows_alone(window):
         talk = random_ids(engine.config, 300)
         for turn in range(3):
             new = answer(engine, talk, 100)
+            # but for the 60 new ids, and the answer's last token, which no pass has read
             assert new[2] == (len(talk) - 61 if turn else 0)
             talk += new[0] + random_ids(engine.config, 60, seed=turn)
+        # parts from it before the windows that are there, so all of it is read again
         edited = [*talk[:550], *random_ids(engine.config, 60, seed=9)]
         assert check_reuse(engine, fresh, edited) == 0
 

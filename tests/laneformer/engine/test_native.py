@@ -1,7 +1,4 @@
-"""Tests of the engine's core as a C++ program: under sanitizers, with planted faults, and on aarch64.
-
-Each build compiles only what it needs. As proofs, they run again only when their sources change.
-"""
+"""Tests of the engine's core as a C++ program: under sanitizers, with planted faults, and on aarch64."""
 
 from __future__ import annotations
 
@@ -59,6 +56,7 @@ def sources() -> Iterator[Path]:
         yield copy
 
 
+# Each build compiles only what it needs. As proofs, they run again only when their sources change.
 def build(check, name="", **definitions) -> Path:
     """Build the check program with these sanitizers (or "none"), or the module with ""."""
     checkout = hashlib.sha256(str(ROOT).encode()).hexdigest()[:8]

@@ -90,6 +90,7 @@ def test_a_second_start_maps_what_the_first_packed(folder, loads, hash_sizes):
 
 
 def test_what_changes_the_tapes_has_a_file_of_its_own(folder, loads):
+    # tapes are cut for a number of threads, in one type
     plans = [
         {"threads": 1},
         {"threads": 6},
@@ -145,6 +146,7 @@ def test_damage_is_found_and_repaired(folder, loads, damage):
     whole = path.read_bytes()
     path.write_bytes(DAMAGE[damage](whole))
     assert path.read_bytes() != whole
+    # the first engine repairs the file, the second reads it
     for _ in range(2):
         np.testing.assert_array_equal(logits_of(folder), expected)
     assert loads == [False, False, True]
@@ -215,6 +217,7 @@ def test_the_file_system_of_a_path(tmp_path):
     (tmp_path / "proc/self").mkdir(parents=True)
     device = tmp_path.stat().st_dev
     name = f"{os.major(device)}:{os.minor(device)}"
+    # in mountinfo the type follows the dash, behind any number of optional fields
     lines = f"25 1 0:99 / / rw - ext4 /dev/vda rw\n36 25 {name} / /x rw shared:1 master:2 - tmpfs tmpfs rw\n"
     (tmp_path / "proc/self/mountinfo").write_text(lines)
     assert machine.file_system(tmp_path, root=tmp_path) == "tmpfs"

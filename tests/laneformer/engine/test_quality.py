@@ -1,7 +1,4 @@
-"""Tests that tools.check.engine at tiny size passes the engine, also beside Transformers, and fails wrong ones.
-
-The tool computes its tolerances from PyTorch's float32 (or bf16) error on the same weights.
-"""
+"""Tests that tools.check.engine at tiny size passes the engine, also beside Transformers, and fails wrong ones."""
 
 from __future__ import annotations
 
@@ -28,6 +25,7 @@ def options(**overrides) -> Options:
     )
 
 
+# The tool computes its tolerances from PyTorch's float32 (or bf16) error on the same weights.
 @pytest.mark.parametrize(
     ("config", "dtype", "faults"),
     [

@@ -77,6 +77,7 @@ def test_a_cancelled_generation_says_so_and_keeps_its_tokens(engine):
 
 
 def test_a_cancel_without_a_request_does_nothing(engine):
+    # a cancel that comes too late must not end the next request
     engine.cancel()
     stream = engine.stream([3], max_new_tokens=5)
     tokens = list(stream)
@@ -131,6 +132,7 @@ def run_python(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_the_interpreter_ends_while_a_daemon_thread_generates():
+    # a thread that comes back from the core into an ending interpreter must not abort the process
     process = run_python("""
         def use():
             while True:
@@ -154,6 +156,7 @@ def test_the_interpreter_ends_with_an_open_stream():
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
 def test_a_forked_child_is_told_and_does_not_hang():
+    # the child has the engine's memory, but none of its threads
     process = run_python("""
         stream = engine.stream([3], **ENDLESS)
         next(stream)

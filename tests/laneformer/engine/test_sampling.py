@@ -53,6 +53,7 @@ def draw_many(logits, count, **options) -> np.ndarray:
 
 
 def test_adjusted_logits_are_numpys():
+    # greedy: a wrong logit shows as another argmax
     rng = np.random.default_rng(0)
     for _ in range(300):
         logits = rng.normal(scale=2, size=40).astype(np.float32)
@@ -163,6 +164,7 @@ def test_only_tokens_of_the_definition_are_drawn(vocab):
         "ties": rng.integers(-3, 3, vocab),
         "equal": np.zeros(vocab),
         "outlier": np.r_[rng.normal(size=vocab - 1) * 1e-3, -80.0],
+        # exp underflows for all but one
         "far": np.r_[rng.normal(size=vocab - 1), 300.0],
     }
     for name, values in shapes.items():

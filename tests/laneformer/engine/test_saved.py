@@ -56,7 +56,6 @@ def talk(model):
 
 @pytest.fixture
 def saves(model, talk, tmp_path):
-    """Return the directory that one conversation has left."""
     with engine_of(model, threads=1, cache_dir=tmp_path / "kept") as engine:
         answer(engine, talk)
     assert len(files(tmp_path / "kept")) == 1
@@ -234,8 +233,10 @@ def test_a_full_disk_is_told_once_and_requests_go_on(model, talk, tmp_path, capl
         for i in range(3):
             prompt = random_ids(model.config, 300, seed=10 + i)
             assert answer(engine, prompt) == answer(fresh, prompt)
+            # every prompt is tried, and the user is told once
             until(lambda i=i: len(tries) > i)
         until(lambda: caplog.records)
+        # with room again the earlier three are saved as well
         monkeypatch.undo()
         answer(engine, talk)
         until(lambda: len(files(tmp_path)) == 4)

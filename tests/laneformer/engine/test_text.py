@@ -54,6 +54,7 @@ def test_stop_strings_cut_at_the_first_one_however_the_text_is_cut(pieces, stops
 
 def test_text_is_held_back_no_longer_than_it_may_begin_a_stop_string():
     watcher = StopStrings(["</end>", "\n\n"])
+    # "</e" may begin the first stop string and a line break the second, until "x" and "b" come
     assert [watcher.push(piece) for piece in ("a<", "/e", "x", "\n", "b")] == [
         "a",
         "",
@@ -170,6 +171,7 @@ def test_ctrl_c_ends_every_call_soon(slow_engine):
         lambda: slow_engine.logprobs(ids),
     )
     for call in calls:
+        # CPU seconds; to its end each call would take many times that
         assert interrupt(slow_engine, call) < 3.0
         assert slow_engine.generate([3], max_new_tokens=4) == expected
 

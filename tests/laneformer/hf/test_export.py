@@ -86,7 +86,6 @@ def greedy(model, prompt) -> list[int]:
 
 @pytest.fixture(scope="module")
 def models(model, export_folder, tmp_path_factory):
-    """Return models with their folders."""
     # converted: a tied head, which 4.57 would tie in another shape; late upper layers and the flush
     how = {"tie_word_embeddings": True, "broadcast_delay": 1, "first_late_layer": 3, "flush": True}
     converted, root = random_model(**how), tmp_path_factory.mktemp("converted")

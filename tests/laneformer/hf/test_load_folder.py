@@ -58,4 +58,5 @@ def test_import_refuses_what_is_not_a_laneformer(tmp_path, export_folder):
     (hf / "model.safetensors.index.json").write_text("{}")
     with pytest.raises(ValueError, match=r"index.json is no index with a weight_map: KeyError"):
         import_folder(hf, tmp_path / "run")
+    # no refusal leaves a run half-written
     assert not (tmp_path / "run").exists()

@@ -68,6 +68,7 @@ def test_loss(model, plain, ids):
             plain(ids)[:, 4:-1].flatten(0, 1), ids[:, 5:].flatten()
         )
         assert model(ids, labels=labels).loss == pytest.approx(float(expected), rel=1e-5)
+        # with gradient accumulation the Trainer divides by the tokens of all micro-batches
         summed = model(ids, labels=labels, num_items_in_batch=7).loss
         assert summed == pytest.approx(float(expected) * labels[:, 5:].numel() / 7, rel=1e-5)
 

@@ -1,7 +1,4 @@
-"""Tiny folders of every family, written by Transformers' classes, and their logits by every reader.
-
-Transformers is imported where it is used, so that collection does not need it.
-"""
+"""Tiny folders of every family, written by Transformers' classes, and their logits by every reader."""
 
 from __future__ import annotations
 
@@ -188,8 +185,8 @@ CASES = {
 }
 
 
+# Transformers is imported where it is used, so that collection does not need it.
 def write_folder(case: Case, folder: Path) -> Path:
-    """Write a folder of random weights."""
     # their size is such that every module and every position matters
     import transformers
 
@@ -206,7 +203,6 @@ def write_folder(case: Case, folder: Path) -> Path:
 
 
 def reference(folder: Path) -> transformers.PreTrainedModel:
-    """Load the folder in Transformers in float32."""
     # a model in 16 bits would round its rotary table, too
     import transformers
 
@@ -243,7 +239,6 @@ def engine_logits(path: Path, ids: list[int] = IDS, **options: Any) -> np.ndarra
 def change_tensors(
     folder: Path, to: Path, change: Callable[[dict[str, torch.Tensor]], object]
 ) -> Path:
-    """Copy the folder with other tensors."""
     from safetensors.torch import load_file, save_file
 
     weights = load_file(folder / "model.safetensors")

@@ -73,7 +73,7 @@ BLOCKS: dict[str, tuple[int, int, dict[int, float]]] = {
 
 
 def random_blocks(kind: str, rows: int, inputs: int, seed: int = 0) -> np.ndarray:
-    """Return random blocks (rows, bytes per row) of weights with a deviation of about 1 / sqrt(inputs)."""
+    """Return (rows, bytes per row) of weights with a deviation of about 1 / sqrt(inputs)."""
     count, size, halves = BLOCKS[kind]
     rng = np.random.default_rng([seed, rows, inputs])
     blocks = rng.integers(0, 256, (rows, inputs // count, size), np.uint8)
@@ -87,7 +87,6 @@ def random_blocks(kind: str, rows: int, inputs: int, seed: int = 0) -> np.ndarra
 
 
 def random_llama(architecture: str, **overrides: Any) -> Any:
-    """Return a Transformers model in float32 with random biases and norms."""
     import transformers
 
     torch.manual_seed(0)
@@ -205,7 +204,7 @@ def split_fused(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def own_fields(architecture: str, c: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the fields that llama.cpp's converter writes for this model, and the tensors that it adds."""
+    """Return the converter's fields of this model, and the tensors that it adds."""
     rope = c.rope_parameters.get("full_attention") or c.rope_parameters
     head_dim, kind = (
         getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads,
@@ -282,7 +281,7 @@ def byte_level(
     ignore_merges: bool = False,
     texts: Sequence[str] = PIECES,
 ) -> Tokenizer:
-    """Return a byte-level BPE of at most 320 pieces with two control tokens and an added word."""
+    """Return a BPE of at most 320 pieces with two control tokens and an added word."""
     # pieces are trained on whole lines, so another way to split a text gives other ids
     tokenizer = Tokenizer(BPE(ignore_merges=ignore_merges))
     tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False, use_regex=False)
@@ -299,7 +298,7 @@ def byte_level(
 
 
 def tokenizer_fields(tokenizer: Tokenizer, pre: str) -> dict[str, Any]:
-    """Return a byte-level tokenizer's fields as the converter writes them."""
+    """Return the converter's fields of a byte-level tokenizer."""
     pieces = [tokenizer.id_to_token(i) or f"[PAD{i}]" for i in range(SHAPE["vocab_size"])]
     template = "{% for m in messages %}{{ bos_token + m.content + eos_token }}{% endfor %}"
     fields = {

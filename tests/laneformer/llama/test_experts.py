@@ -130,6 +130,7 @@ def test_blocks_of_a_folder_are_what_transformers_reads(blocks):
 
 
 def test_equal_scores_go_to_the_first_experts(folder, tmp_path):
+    # a router of zeros scores all experts alike, so their order decides
     path = change_tensors(folder, tmp_path, replace_tensors("mlp.gate.weight", torch.zeros_like))
     model = plain_model(path, lanes=1)
     assert (
@@ -190,6 +191,7 @@ def test_a_router_of_another_type_is_taken(folder, tmp_path):
 
 def test_lanes_cut_no_blocks_and_wait_for_each_other(gpt_oss):
     values = json.loads((gpt_oss / "config.json").read_text())
+    # gpt-oss-20b: 2,880 columns are 90 blocks of 32, which two lanes can share and four cannot
     values |= {"intermediate_size": 2880, "num_attention_heads": 64, "num_key_value_heads": 8}
     assert [lanes_for(values, threads) for threads in (1, 2, 3, 4, 8)] == [1, 2, 1, 2, 2]
     assert lanes_for({**values, "intermediate_size": 40}, 8) == 8

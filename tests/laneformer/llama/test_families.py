@@ -168,4 +168,5 @@ def test_one_translated_tensor_at_a_time(tmp_path):
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert total > 20 * largest
+    # a tensor, its translation, and a little more
     assert peak < 3 * largest

@@ -113,6 +113,7 @@ def test_a_stop_string_ends_text_tokens_and_request(api, engine, ids, logprobs):
     choice = answer["choices"][0]
     assert choice["text"] == cut
     assert choice["finish_reason"] == "stop"
+    # of 400: the engine ends soon after the string
     assert answer["usage"]["completion_tokens"] < 60
     assert api.count('ended_total{reason="cancelled"') == before + 1, "in the engine, too"
     chunks = api.stream(**body, logprobs=logprobs)
@@ -136,6 +137,7 @@ def test_end_of_text_and_stop_ids(api, engine, ids):
     assert choice["finish_reason"] == "stop"
     assert len(choice["logprobs"]["tokens"]) == count - 1
     assert answer["usage"]["completion_tokens"] == count
+    # with this bias every token ends the text
     forced = {"prompt": ids, "logit_bias": {str(engine.eos_ids[0]): 100}, "max_tokens": 5}
     ended = api.choice(**forced)
     assert ended["text"] == ""
@@ -148,6 +150,7 @@ def test_end_of_text_and_stop_ids(api, engine, ids):
 
 def test_streams_say_what_whole_answers_say(api):
     sampled = {"temperature": 1.0, "seed": 5, "max_tokens": 20, "return_token_ids": True}
+    # two prompts of two choices each
     body = {"prompt": [TEXT, "1 2"], "n": 2, "echo": True, "logprobs": 1, **sampled}
     whole = api.post(**body)
     *pieces, last = api.stream(**body, stream_options={"include_usage": True})

@@ -366,6 +366,7 @@ def test_options_of_the_engine():
     assert body.generation_options(defaults, 9, 4) == GenerationOptions(
         **same,
         top_p=0.9,
+        # the engine's seeds have 64 bits and no sign
         seed=2**64 - 2,
         max_new_tokens=9,
         min_new_tokens=2,
@@ -373,6 +374,7 @@ def test_options_of_the_engine():
         stop_ids=[7],
         logprobs=4,
     )
+    # two tokens at least and one at most
     with pytest.raises(RequestError, match="min_tokens"):
         body.generation_options({}, 1, None)
     plain = body_of("chat")

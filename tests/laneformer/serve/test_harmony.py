@@ -99,7 +99,6 @@ def begins(grammars, grammar, text, *end) -> bool:
 
 
 def fits(grammars, grammar, text) -> bool:
-    """Return whether an answer may be this text."""
     return begins(grammars, grammar, text, grammars.eos_ids[0])
 
 

@@ -24,7 +24,6 @@ SHORT = {"prompt": "The quick", "max_tokens": 3, "ignore_eos": True}
 
 
 def error_in(stream: str) -> str:
-    """Return the message of the error that ends a stream."""
     *_, error, end = data_of(stream)
     assert end == "[DONE]"
     return json.loads(error)["error"]["message"]
@@ -240,7 +239,6 @@ def test_a_signal_lets_answers_end_or_cancels_them(slow_folder, server, how, gra
 
 
 def send(server, body) -> socket.socket:
-    """Send a request and ignore its answer."""
     host, port = server.url.removeprefix("http://").split(":")
     data = json.dumps(body).encode()
     head = f"POST {PATH} HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"

@@ -113,7 +113,6 @@ def say(page, text, until=ANSWERED):
 
 
 def text(page, selector) -> str:
-    """Return the last element's text."""
     return page.run(f"[...document.querySelectorAll({selector!r})].at(-1)?.innerText ?? ''")
 
 
@@ -419,7 +418,6 @@ def test_drafts_are_switched_and_compared(page, stand_in):
 
 
 def script_s(page) -> float:
-    """Return the CPU seconds of the page's own thread."""
     metrics = page.call("Performance.getMetrics")["metrics"]
     return next(metric["value"] for metric in metrics if metric["name"] == "TaskDuration")
 

@@ -89,5 +89,6 @@ def test_every_route_field_and_flag_is_told(tiny, capsys):
     flags = set(re.findall(r"--[a-z][a-z-]+", capsys.readouterr().out))
     options = ServerOptions.__dataclass_fields__.keys()
     assert {f"--{name.replace('_', '-')}" for name in options} <= flags
+    # and no command of the guide has a flag that is not there
     for text in re.findall(r"laneformer serve [^\n|]*", GUIDE):
         assert set(re.findall(r"--[a-z][a-z-]+", text)) <= flags, text

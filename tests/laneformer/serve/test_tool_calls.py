@@ -228,7 +228,6 @@ def test_templates_without_system_messages_get_tools_in_the_first_question():
 
 
 def read_answer(use: ToolUse, text: str) -> tuple[str, list[tuple[str, Any]]]:
-    """Return content and calls."""
     reader = AnswerReader(use.form)
     deltas = [*reader.push(text), *reader.finish()]
     calls = []
@@ -365,6 +364,7 @@ def test_what_a_grammar_cannot_demand_of_a_tool_is_left_out_and_named(schema, ke
 
 
 def test_tools_beyond_the_limits_are_refused():
+    # each of the nine is within the limit, and all of them are not
     parameters = {"type": "object", "title": "x" * 9000}
     functions = [{"name": f"f{i}", "parameters": parameters} for i in range(9)]
     tools = [{"type": "function", "function": function} for function in functions]

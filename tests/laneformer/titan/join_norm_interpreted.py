@@ -1,8 +1,4 @@
-"""Tests of the join and norm kernels in Triton's interpreter against the model's formulas in float64.
-
-The interpreter runs the kernels' code with NumPy and cannot show what a GPU does. It must be
-selected before Triton is imported, so test_join_norm.py runs these tests in a separate process.
-"""
+"""Tests of the join and norm kernels in Triton's interpreter against the model's formulas in float64."""
 
 from __future__ import annotations
 
@@ -20,6 +16,8 @@ from laneformer.titan import join_norm_kernels
 from laneformer.titan.fused_layer import FusedLayer
 from laneformer.titan.join_norm import FuseJoinNorm, JoinNorm
 
+# The interpreter runs the kernels' code with NumPy and cannot show what a GPU does. It must be
+# selected before Triton is imported, so test_join_norm.py runs these tests in a separate process.
 EPS = 1e-5
 OPERATIONS = torch.ops.laneformer
 
@@ -34,7 +32,7 @@ def exact(
     weight: Tensor | None,
     how: Join | None,
 ) -> Any:
-    """Return streams, normed streams and the partial by the model's formulas."""
+    """Return streams, normed streams and the partial."""
     streams = h if how is None else join_lanes(h, partial, how, delayed)
     normed = None
     if weight is not None:
@@ -114,7 +112,6 @@ def kernel_error(
     device: str = "cpu",
     reference: Any = exact,
 ) -> float:
-    """Return the kernels' `largest_error` against `reference` in float64."""
     inputs, gradients = draw(how, lanes, dim, dtype, delay, scale, device)
     actual = results(inputs, gradients, how, run_fused)
     wide = [None if t is None else t.cpu().double() for t in inputs]

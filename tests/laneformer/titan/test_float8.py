@@ -40,7 +40,6 @@ class Products(NamedTuple):
 
 
 def draw_tensors() -> tuple[Tensor, Tensor, Tensor]:
-    """Return x, the weight and y's gradient."""
     # rows and columns differ in size, so the scale of another row or lane is off by factors
     generator = torch.Generator().manual_seed(1)
 
@@ -161,7 +160,6 @@ def test_zeros_and_what_is_not_finite(recipe):
 
 
 def step(recipe, emulate=True, backend=None, checkpointing=True) -> Results:
-    """Return losses and gradients of a small model by name."""
     torch._dynamo.reset()
     model = TitanLaneformer(LaneformerArgs(config=CONFIG))
     if recipe is not None:

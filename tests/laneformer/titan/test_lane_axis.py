@@ -31,7 +31,6 @@ LARGE = 1e-3  # what a fault changes
 
 @pytest.fixture(scope="module")
 def alone():
-    """Return the results of one process with all lanes, in float64."""
     with set_default_dtype(torch.float64):
         models = {name: build(name) for name in CASES}
         for model in models.values():
@@ -40,7 +39,6 @@ def alone():
 
 
 def flatten(results: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """Return losses, gradients, log-denominators and largest logits by name."""
     denominators, peaks = results["seen"]
     tensors = {"losses": results["losses"], "denominators": denominators, "peaks": peaks}
     return tensors | results["gradients"]
@@ -134,5 +132,6 @@ def test_what_cannot_be_on_several_ranks_is_named(change, job_change, message):
         setattr(getattr(job, section), field, value)
     with pytest.raises(ValueError, match=message):
         check_lane_axis(config("delay-2", **change), job)
+    # all of it is possible on one rank
     job.parallelism.tensor_parallel_degree = 1
     check_lane_axis(config("delay-2", **change), job)

@@ -32,7 +32,6 @@ COMMS = [
 
 
 def difference(join_norm="plain", **overrides) -> float:
-    """Return the largest difference in losses and gradients between the training model and the plain one."""
     plain = build(**overrides)
     model = TitanLaneformer(LaneformerArgs(config=plain.config, join_norm=join_norm)).double()
     model.load_state_dict(plain.state_dict())

@@ -99,7 +99,6 @@ def test_skipping_ignored_rows_changes_nothing(trained):
 
 
 def largest_bytes(operation, out) -> int:
-    """Return the size of the largest tensor among the results."""
     sizes = [t.untyped_storage().nbytes() for t in tree_leaves(out) if isinstance(t, Tensor)]
     return max(sizes, default=0)
 

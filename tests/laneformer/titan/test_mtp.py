@@ -133,6 +133,7 @@ def test_validation_says_how_often_drafts_are_right(tokens):
             twin(ids).argmax(-1),
             [logits.argmax(-1) for logits in draft_logits(twin, ids, 3)],
         )
+    # the positions that all three drafts have a label for
     length = SEQ_LEN - 3
     right = torch.stack(
         [d[:, :length] == chosen[:, k : length + k] for k, d in enumerate(drafts, 1)]
@@ -159,5 +160,6 @@ def test_flex_masks_are_the_dense_ones(tokens):
     blocks = step_mask(3, torch.arange(SEQ_LEN), document_blocks(documents), documents)
     assert isinstance(dense, torch.Tensor)
     assert isinstance(blocks, BlockMask)
+    # every (row, head, query, key)
     places = torch.meshgrid(*(torch.arange(n) for n in (2, 1, SEQ_LEN, 3 * SEQ_LEN)), indexing="ij")
     assert torch.equal(blocks.mask_mod(*places), dense)

@@ -80,7 +80,6 @@ def gradients_of(model) -> Results:
 
 
 def train(model, tokens: Tensor) -> Results:
-    """Return a step's losses (B, S) and all gradients."""
     model.zero_grad()
     losses = model(tokens[:, :-1], tokens[:, 1:])
     losses.sum().backward()
@@ -88,6 +87,6 @@ def train(model, tokens: Tensor) -> Results:
 
 
 def largest_difference(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
-    """Return the largest difference between tensors of the same name, relative to the largest wanted value."""
+    """Return the largest difference of tensors by name, relative to the largest expected value."""
     assert actual.keys() == expected.keys()
     return max(((actual[n] - w).abs().max() / w.abs().max()).item() for n, w in expected.items())

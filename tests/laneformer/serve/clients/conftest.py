@@ -39,7 +39,6 @@ def other_python():
 def output(
     command: list[str], cwd: Path | None = None, timeout_s: float = 240, **environment: str
 ) -> str:
-    """Return the stdout of a program that must succeed."""
     process = subprocess.run(
         command,
         capture_output=True,

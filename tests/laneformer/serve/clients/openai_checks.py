@@ -32,6 +32,7 @@ class Target:
         defaults = {
             "base_url": f"{self.url}/v1",
             "api_key": self.key,
+            # a retry would hide a failure
             "max_retries": 0,
             "timeout": 60,
         }

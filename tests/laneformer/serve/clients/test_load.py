@@ -41,7 +41,6 @@ async def ask(client, kind, stream, counts) -> str:
 
 
 async def leave(client, kind, stream, after_s):
-    """Send a request and disconnect in the middle of its answer."""
     body = {**body_of(kind, stream), "max_tokens": 400, "ignore_eos": True}
     try:
         async with client.stream("POST", PATH, json=body) as response:
@@ -72,7 +71,6 @@ async def storm(client, expected, requests) -> Counter[str]:
 
 
 def measure_process(server) -> tuple[int, int, int]:
-    """Return the process' resident bytes, open files and threads."""
     process = Path(f"/proc/{server.process.pid}")
     pages = int((process / "statm").read_text().split()[1])
     files, threads = (len(list((process / name).iterdir())) for name in ("fd", "task"))
