@@ -194,12 +194,11 @@ def list_lm_studio() -> Iterator[LocalModel]:
 
 @dataclass
 class Models:
-    """List the models in the caches of Hugging Face, Ollama and LM Studio, by the names that
-    commands take.
+    """List the models in the caches of Hugging Face, Ollama and LM Studio, by the names that commands take.
 
-    Beside each: its copies of packed weights, which make the next start fast. Together they take
-    at most LANEFORMER_PACKED_BYTES
-    (environment, default 32 GB); those used longest ago are deleted first.
+    Beside each: its copies of packed weights, which make the next start fast. Together they take at
+    most LANEFORMER_PACKED_BYTES (environment, default 32 GB); those used longest ago are deleted
+    first.
     """
 
     json: tyro.conf.FlagCreatePairsOff[bool] = False

@@ -75,11 +75,9 @@ class Batch:
     def generation(
         self, prompt_ids: Sequence[int], *, masked: bool = False, **options: Any
     ) -> Request:
-        """Return the request of `join`."""
         return self._requests.generation(prompt_ids, options, masked=masked)
 
     def scoring(self, ids: Sequence[int], *, start: int = 1, top: int = 0) -> Request:
-        """Return the request of `score`."""
         return self._requests.scoring(ids, start, top)
 
     def begin(self, request: Request) -> int:

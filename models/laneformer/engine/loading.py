@@ -89,7 +89,7 @@ def load_decoder(
     draft: DraftSource | None = None,
     **options: Any,
 ) -> Decoder:
-    """Load the model on its device; ValueError for options that the device does not have."""
+    """Load the model; ValueError for options that its device does not have."""
     dtype = dtype_name(dtype)
     one_of("dtype", dtype, ("auto", *MATRIX_DTYPES))
     devices = cuda_devices(device)

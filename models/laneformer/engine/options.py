@@ -53,8 +53,7 @@ class GenerationOptions:
     3. logit_bias: {id: value added}.
     4. min_new_tokens: stop ids are impossible before this many tokens.
     5. temperature, then top_k (0: off), top_p (the fewest likely tokens that reach this probability), min_p (tokens at
-       least this many times as likely as the likeliest). Tokens with equal logits are
-       kept or dropped together.
+       least this many times as likely as the likeliest). Tokens with equal logits are kept or dropped together.
     stop_ids: end after one of these, which is returned as the last token; the model's own end-of-text ids
     are added unless ignore_eos. logprobs: for each token its log-probability and those of this many
     likeliest ids, of the model's own distribution (before step 1); None: none. Only for

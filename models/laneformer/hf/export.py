@@ -300,7 +300,6 @@ def write_configs(
 
 
 def write_code(folder: Path) -> None:
-    """Write the files of remote code into one flat folder."""
     package = Path(__file__).parent.parent
     for source in CODE:
         # `from ..model` becomes `from .model`

@@ -207,7 +207,6 @@ class FamilyLayer(LaneformerLayer):
 
 
 def plain_model(config: LaneformerConfig) -> Laneformer:
-    """Return the plain PyTorch model of a Laneformer or of any other family."""
     return FamilyModel(config) if config.needs_other_layers() else Laneformer(config)
 
 

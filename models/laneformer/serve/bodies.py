@@ -1,5 +1,4 @@
-"""Bodies of requests: JSON in which every field is used, named as without effect, or refused by
-name.
+"""Bodies of requests: JSON in which every field is used, named as without effect, or refused by name.
 
 null stands for an absent field, and an empty text, list or object asks for nothing.
 """

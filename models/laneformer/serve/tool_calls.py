@@ -155,8 +155,6 @@ class ToolCalling:
 
 @dataclass(frozen=True)
 class ToolUse:
-    """The tools of one request."""
-
     calling: ToolCalling
     functions: list[dict[str, Any]]
     names: tuple[str, ...]  # of the functions that may be called

@@ -147,7 +147,7 @@ def is_owned_by_lanes(module: nn.Module, parameter: Tensor) -> bool:
 
 
 def _read_own_part(module: nn.Module, name: str) -> None:
-    """Let the parameter's name give the module's code the part that `attach_own_parts` put beside it."""
+    """Return the part that `attach_own_parts` put beside the parameter."""
     kind, beside = type(module), f"own_{name}"
     module.__class__ = type(
         f"Own{kind.__name__}", (kind,), {name: property(lambda module: getattr(module, beside))}

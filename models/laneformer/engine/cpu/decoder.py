@@ -61,7 +61,6 @@ class CpuDecoder(_core.Decoder):
 
     @property
     def draft_head(self) -> DraftHead | None:
-        """The model's own head, where it drafts."""
         if self.draft_model is not None or not self.config.num_nextn_predict_layers:
             return None
         return DraftHead(

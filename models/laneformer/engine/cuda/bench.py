@@ -104,7 +104,7 @@ def shares(
 
     Args:
         probe: Measured bandwidth of all GPUs, bytes/s.
-        stated: The maker's bandwidth of one GPU, bytes/s.
+        datasheet: The maker's bandwidth of one GPU, bytes/s.
     """
     rate = bytes_per_token * tokens_per_s
     return {

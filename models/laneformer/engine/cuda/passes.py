@@ -42,7 +42,7 @@ LAUNCH_S = 1.0  # of a launch at most: the driver of a GPU with a display ends o
 
 
 def sequences_in(free_bytes: int, geometry: Geometry, cache_bytes: int | None) -> int:
-    """Return the KV capacity in sequences, given `free` bytes of device memory before any allocation.
+    """Return the KV capacity in sequences, of device memory with `free_bytes` before any allocation.
 
     Raises:
         ValueError: The columns alone do not fit.

@@ -46,7 +46,6 @@ class OpenAIAnswer(Answer):
         return write_event(json.dumps(error.format_body())) + DONE
 
     def pieces(self) -> AsyncGenerator[Piece, None]:
-        """Yield the pieces of all choices."""
         raise NotImplementedError
 
     def format_content(self, piece: Piece) -> dict[str, Any]:
