@@ -117,8 +117,8 @@ def test_heads_norm_scales_and_lanes(head, replicated, lanes):
 @pytest.mark.parametrize("plant", ["remote", "delay", "window", "flush", "border"])
 @pytest.mark.parametrize("early", [True, False])
 def test_planted_errors_are_noticed(plant, early):
-    own = {"flush": {"flush": True}, "border": {"first_late_layer": 3}}.get(plant, {})
-    model = build(broadcast_delay=2, use_early_comm=early, **own)
+    overrides = {"flush": {"flush": True}, "border": {"first_late_layer": 3}}.get(plant, {})
+    model = build(broadcast_delay=2, use_early_comm=early, **overrides)
     assert difference(model, plant) > 1e6 * FLOAT64_TOLERANCE
 
 

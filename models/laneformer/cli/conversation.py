@@ -61,10 +61,10 @@ class Conversation:
 
     def fit(self, messages: list[Message]) -> Reply:
         """Return an empty reply, without the oldest turns where the context is too small."""
-        most = MAX_PROMPT * self.context_tokens
+        limit = MAX_PROMPT * self.context_tokens
         # Whole turns go, the oldest first; the system message stays
-        while len((reply := self._encode(messages)).prompt) > most:
-            most = SHORTENED_PROMPT * self.context_tokens
+        while len((reply := self._encode(messages)).prompt) > limit:
+            limit = SHORTENED_PROMPT * self.context_tokens
             instructions = [message for message in messages[:1] if message["role"] == SYSTEM]
             turns = [i for i, message in enumerate(messages) if message["role"] == USER]
             if len(turns) < 2:

@@ -115,12 +115,10 @@ class Engine:
         """Generate, with log-probabilities (option `logprobs`), finish reason and statistics."""
         request = self._requests.generation(prompt_ids, options, quiet=True)
         call = self._call(request)
-        result = call.finish(even_cancelled=True)
-        tokens = GeneratedToken.attach_scores(result.tokens, result.scores)
-        reason = finish_reason(request, result.tokens, call.cancelled)
-        return Generation(
-            tokens, reason, len(request.prompt), Statistics(**result.whole.statistics)
-        )
+        last = call.finish(even_cancelled=True)
+        tokens = GeneratedToken.attach_scores(last.tokens, last.scores)
+        reason = finish_reason(request, last.tokens, call.cancelled)
+        return Generation(tokens, reason, len(request.prompt), Statistics(**last.whole.statistics))
 
     def stream_detailed(self, prompt_ids: Sequence[int], **options: Any) -> Stream[GeneratedToken]:
         """Yield the tokens of `generate_detailed` as they come."""
@@ -189,6 +187,7 @@ class Engine:
 
     @property
     def statistics(self) -> Statistics:
+        """Counts of the last request."""
         return Statistics(**self._open().statistics())
 
     @property

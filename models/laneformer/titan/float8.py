@@ -127,7 +127,7 @@ class Float8Product(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None]:
         x, x_scale, weight, w_scale = ctx.saved_tensors
         recipe: Recipe = ctx.recipe
-        how = weight.dtype, recipe.fast_backward, ctx.emulate
+        options = weight.dtype, recipe.fast_backward, ctx.emulate
         # Hopper's tensor cores read both operands along the summed axis, so the weight's gradient
         # needs x and y's gradient transposed; in float8 that moves half the bytes
         x, x_scale = recipe.transpose(x, x_scale)
@@ -135,9 +135,9 @@ class Float8Product(torch.autograd.Function):
             w_scale = recipe.scale(weight.mT, E4M3)
         scale = recipe.scale(gradient, recipe.gradient)
         values = quantize(gradient, scale, recipe.gradient)
-        d_x = multiply_scaled(values, quantize(weight.mT, w_scale, E4M3), scale, w_scale, *how)
+        d_x = multiply_scaled(values, quantize(weight.mT, w_scale, E4M3), scale, w_scale, *options)
         values, scale = recipe.transpose(values, scale)
-        return d_x, multiply_scaled(values, x, scale, x_scale, *how), None, None
+        return d_x, multiply_scaled(values, x, scale, x_scale, *options), None, None
 
 
 @dataclass(frozen=True)

@@ -128,10 +128,10 @@ def run_layer(
     with torch.no_grad():
         for name, parameter in layer.named_parameters():
             # scales that are all one would hide a missing one
-            own = (
+            moments = (
                 (0.25, 1.0) if name.endswith("norm.weight") else (parameter.shape[-1] ** -0.5, 0.0)
             )
-            parameter.copy_(draw(*parameter.shape, scale=own[0], mean=own[1]))
+            parameter.copy_(draw(*parameter.shape, scale=moments[0], mean=moments[1]))
 
     # of the streams, and of what is delayed
     lanes = [1 if config.equal_streams(index) else config.num_lanes]

@@ -69,8 +69,8 @@ def parallelize_laneformer(
 
 def refuse_other_layers(model: TitanLaneformer) -> None:
     # the lanes of an experiment's model may exchange in a way of their own
-    if own := {type(part) for part in (model, *model.layers)} - {TitanLaneformer, TitanLayer}:
-        names = ", ".join(sorted(kind.__name__ for kind in own))
+    if others := {type(part) for part in (model, *model.layers)} - {TitanLaneformer, TitanLayer}:
+        names = ", ".join(sorted(kind.__name__ for kind in others))
         raise ValueError(f"{OPTION} > 1 is not possible with {names}; set {OPTION} = 1")
 
 

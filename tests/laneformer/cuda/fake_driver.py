@@ -64,8 +64,8 @@ class FakeDriver:
         for name in NAMES[version]:
             resident = 2 if version == "graph" and name != "choose" else 1
             # what __launch_bounds__ leaves to a thread, in steps of 8
-            most = min(255, REGISTERS // (threads * resident) // 8 * 8)
-            kernels.append(Kernel(name, self.registers.get(name, most), size))
+            limit = min(255, REGISTERS // (threads * resident) // 8 * 8)
+            kernels.append(Kernel(name, self.registers.get(name, limit), size))
         return kernels
 
     # ---- what cuda-bindings offers ----
@@ -102,10 +102,10 @@ class FakeDriver:
         resident = self._resident(kernel, threads, config.sharedMemBytes)
         attributes = {int(attribute.id): attribute.value.cooperative for attribute in config.attrs}
         # all blocks of a cooperative launch must be resident at once, or a driver refuses it
-        most = min(self.max_blocks, resident * self.card.multiprocessors)
+        limit = min(self.max_blocks, resident * self.card.multiprocessors)
         if (
             attributes.get(int(self.driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_COOPERATIVE))
-            and config.gridDimX > most
+            and config.gridDimX > limit
         ):
             return self._return_status(status=TOO_LARGE)
         argument = ctypes.string_at(

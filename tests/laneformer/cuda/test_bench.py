@@ -24,10 +24,15 @@ CONFIG = LaneformerConfig.from_flavor("2b")
 
 def test_shares_by_hand():
     # 1000 us per token, of which 909.09 are the stream
-    one, two = shares(1000.0, 4e9, 4.4e12, 5e12, 1, 10), shares(1000.0, 4e9, 8.8e12, 5e12, 2, 10)
-    assert one["percent_of_probe"] == pytest.approx(90.909, abs=1e-3)
-    assert (one["percent_of_datasheet"], two["percent_of_datasheet"]) == pytest.approx((80, 40))
-    assert one["exposed_us_per_layer"] == pytest.approx(9.0909, abs=1e-4)
+    one_gpu, two_gpus = (
+        shares(1000.0, 4e9, 4.4e12, 5e12, 1, 10),
+        shares(1000.0, 4e9, 8.8e12, 5e12, 2, 10),
+    )
+    assert one_gpu["percent_of_probe"] == pytest.approx(90.909, abs=1e-3)
+    assert (one_gpu["percent_of_datasheet"], two_gpus["percent_of_datasheet"]) == pytest.approx(
+        (80, 40)
+    )
+    assert one_gpu["exposed_us_per_layer"] == pytest.approx(9.0909, abs=1e-4)
     assert shares(1000.0, 4e9, 4e12, None, 1, 10)["percent_of_datasheet"] is None
 
 

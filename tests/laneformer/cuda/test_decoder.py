@@ -194,9 +194,9 @@ def test_scores_are_those_of_the_model(engine, monkeypatch):
 
 
 def test_equally_likely_ids_come_lowest_first():
-    own, ids, logprobs = scores_of(torch.tensor([[1.0, 3.0, 3.0, 3.0]]), [2], 3)
+    target, ids, logprobs = scores_of(torch.tensor([[1.0, 3.0, 3.0, 3.0]]), [2], 3)
     assert ids.tolist() == [1, 2, 3]
-    assert (logprobs == own).all()
+    assert (logprobs == target).all()
 
 
 # ---- options ----

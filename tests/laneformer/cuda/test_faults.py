@@ -309,13 +309,13 @@ class Build:
         )
         return kernels
 
-    def outcome(self, kernels, seed, right) -> str:
+    def outcome(self, kernels, seed, expected) -> str:
         """Return the emulator's message, "numbers" if only the results differ, or ""."""
         try:
             results = self.act(kernels, seed)
         except EmulationError as error:
             return str(error)
-        return "" if all(map(torch.equal, results, right)) else "numbers"
+        return "" if all(map(torch.equal, results, expected)) else "numbers"
 
 
 def four_columns(builds, **options) -> EmulatedPasses:
@@ -340,14 +340,14 @@ def test_every_fault_is_found(name, cuda_builds):
     build = BUILDS[name]
     kernels = build.plant_faults(cuda_builds)
     # no fault is in force yet
-    right = build.act(kernels, 0)
+    expected = build.act(kernels, 0)
     for seed in build.seeds:
-        assert build.outcome(kernels, seed, right) == "", "without a fault in force"
+        assert build.outcome(kernels, seed, expected) == "", "without a fault in force"
     # 0 is no fault
     for number, (fault_name, fault) in enumerate(build.faults.items(), 1):
         put_in_force(kernels, number)
         for seed in build.seeds:
-            outcome = build.outcome(kernels, seed, right)
+            outcome = build.outcome(kernels, seed, expected)
             assert outcome, f"{fault_name}, seed {seed}: nothing"
             assert re.search(fault.symptom, outcome), f"{fault_name}, seed {seed}: {outcome}"
 
@@ -398,7 +398,7 @@ HANGS = {  # lane, layer and exchange of those that wait in vain; lane 0 may the
 def test_a_hang_is_given_up(cuda_builds):
     # all blocks end, the wait is reported, and after a reset of the words the memory decodes again
     kernels = BUILDS["exchanges"].plant_faults(cuda_builds)
-    right, memory = decode(kernels, 0), kernels.memories[0]
+    expected, memory = decode(kernels, 0), kernels.memories[0]
     for (name, waits), seed in itertools.product(HANGS.items(), range(3)):
         put_in_force(kernels, list(OF_EXCHANGES).index(name) + 1)
         kernels.forget()
@@ -413,8 +413,8 @@ def test_a_hang_is_given_up(cuda_builds):
         memory.reset_words()
         tokens, logits = kernels.decode(test_kernels.text(kernels, 6), 3)
         assert memory.hang() is None
-        assert torch.equal(torch.tensor(tokens), right[0])
-        assert torch.equal(logits, right[1])
+        assert torch.equal(torch.tensor(tokens), expected[0])
+        assert torch.equal(logits, expected[1])
 
 
 @pytest.mark.parametrize("spare", [7, 5])
@@ -430,5 +430,5 @@ def test_what_wrong_drafts_leave_in_a_ring_is_outside_the_window(spare, cuda_bui
             # one right token and seven wrong drafts after it
             eight.logits([(token, i, 0), *((95 - token, i + n, 0) for n in range(1, 8))])[:1]
         )
-    right = one_by_one(EmulatedPasses(cuda_builds, 1, **shape), ids)
-    assert torch.equal(torch.cat(rows), right) == (spare == 7)
+    expected = one_by_one(EmulatedPasses(cuda_builds, 1, **shape), ids)
+    assert torch.equal(torch.cat(rows), expected) == (spare == 7)

@@ -29,14 +29,14 @@ def check(emulated, count, seeds):
     ids = text(emulated, count)
     emulated.forget()
     logits, stored = read_one_by_one(emulated, ids)
-    right = compute_expected(emulated, ids, stored)
-    error = float((logits.double() - right.logits).abs().max())
-    assert error <= right.tolerance, f"off by {error}, tolerance {right.tolerance}"
+    expected = compute_expected(emulated, ids, stored)
+    error = float((logits.double() - expected.logits).abs().max())
+    assert error <= expected.tolerance, f"off by {error}, tolerance {expected.tolerance}"
     for layer, numbers in enumerate(stored):
         stored_layer = torch.cat(numbers)
-        assert ((right.least[layer] <= stored_layer) & (stored_layer <= right.most[layer])).all(), (
-            f"keys or values of layer {layer}"
-        )
+        assert (
+            (expected.least[layer] <= stored_layer) & (stored_layer <= expected.most[layer])
+        ).all(), f"keys or values of layer {layer}"
     right_tokens = emulated.picks([(ids[-1], count - 1, 0)])[0]
     while len(right_tokens) < 4:
         right_tokens += emulated.picks([(right_tokens[-1], count + len(right_tokens) - 1, 0)])[0]

@@ -33,10 +33,10 @@ def ids(name) -> list[list[int]]:
 
 def check_all(name, **options):
     """Check every request alone and all of them side by side."""
-    every = requests(name)
+    all_requests = requests(name)
     with engine_of(name, **options) as engine:
-        assert [alone(engine, request) for request in every] == GOLDENS[name]
-        assert side_by_side(engine, every) == ids(name)
+        assert [alone(engine, request) for request in all_requests] == GOLDENS[name]
+        assert side_by_side(engine, all_requests) == ids(name)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -71,16 +71,16 @@ def test_with_masks_that_come_late():
             assert side_by_side(engine, requests("delay_2"), late_masks=True) == ids("delay_2")
 
 
-def one_by_one(engine, every) -> list[list[int]]:
-    return [alone(engine, request)[:-FIGURES] for request in every]
+def one_by_one(engine, all_requests) -> list[list[int]]:
+    return [alone(engine, request)[:-FIGURES] for request in all_requests]
 
 
-def with_drafts(every: list[GoldenRequest]) -> list[GoldenRequest]:
+def with_drafts(all_requests: list[GoldenRequest]) -> list[GoldenRequest]:
     return [
         request
         if request.start
         else dataclasses.replace(request, options={**request.options, "speculate": 31})
-        for request in every
+        for request in all_requests
     ]
 
 
@@ -113,11 +113,11 @@ def test_behind_a_slow_link_between_lanes(name):
 
 @pytest.mark.parametrize("name", ["delay_2", "two_lanes"])
 def test_with_prefixes_from_files_after_restarts(name, tmp_path):
-    every, answers, hits = requests(name), [], 0
+    all_requests, answers, hits = requests(name), [], 0
     # a restart after every fifth request
-    for first in range(0, len(every), 5):
+    for first in range(0, len(all_requests), 5):
         with engine_of(name, threads=2, cache_dir=tmp_path) as engine:
-            answers += one_by_one(engine, every[first : first + 5])
+            answers += one_by_one(engine, all_requests[first : first + 5])
             hits += engine.saved_prefixes["hits"]
     assert answers == ids(name)
     # or files had no part in the answers

@@ -47,11 +47,11 @@ def in_groups(values: np.ndarray) -> np.ndarray:
 def round_inputs(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return the inputs' integers (columns, groups, 32) and scales (columns, groups)."""
     groups = in_groups(x)
-    most = np.abs(groups).max(-1)
-    scales = most / single(127)
+    largest = np.abs(groups).max(-1)
+    scales = largest / single(127)
     scales[scales < np.finfo(single).tiny] = 0
     with np.errstate(divide="ignore", over="ignore"):
-        inverse = np.where(scales > 0, single(127) / most, single(0))
+        inverse = np.where(scales > 0, single(127) / largest, single(0))
     return np.rint(groups * inverse[..., None]).astype(np.int64), scales
 
 

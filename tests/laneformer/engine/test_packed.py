@@ -240,7 +240,7 @@ def start(folder, age_s=0.0) -> Path:
     """Start an engine and return its packed file, with the given time of last use."""
     with Engine.from_pretrained(folder, threads=1):
         pass
-    path = next(one.path for one in list_packed() if one.source == folder)
+    path = next(entry.path for entry in list_packed() if entry.source == folder)
     used_s = path.stat().st_mtime - age_s
     os.utime(path, (used_s, used_s))
     return path
@@ -251,13 +251,13 @@ def test_the_files_used_longest_ago_leave_first(models, monkeypatch):
     second.with_suffix(".checked").touch()
     os.utime(second.with_suffix(".checked"), (0, 0))
     size = first.stat().st_size
-    assert [one.path for one in list_packed()] == [second, first]
+    assert [entry.path for entry in list_packed()] == [second, first]
     # room for two of three files
     monkeypatch.setenv(BUDGET, str(2 * size + 1))
     third = start(models[2])
-    assert [one.path for one in list_packed()] == [first, third]
+    assert [entry.path for entry in list_packed()] == [first, third]
     assert not second.with_suffix(".checked").exists()
-    assert sum(one.bytes for one in list_packed()) == 2 * size
+    assert sum(entry.bytes for entry in list_packed()) == 2 * size
 
 
 def test_a_file_that_an_engine_has_mapped_stays(models, monkeypatch):
@@ -267,7 +267,7 @@ def test_a_file_that_an_engine_has_mapped_stays(models, monkeypatch):
         os.utime(first.with_suffix(".checked"), (0, 0))  # whatever it says of its use
         expected = engine.logits([1, 2, 3])
         third = start(models[2])
-        assert {one.path for one in list_packed()} == {first, third}
+        assert {entry.path for entry in list_packed()} == {first, third}
         assert (engine.logits([1, 2, 3]) == expected).all()
     assert not second.exists()
     del engine
@@ -306,7 +306,7 @@ def test_what_nobody_can_use_is_removed_of_every_model(models):
         hold(writing)
         second = start(models[1])
     assert sorted(first.parent.iterdir()) == sorted([first, young])
-    assert {one.path for one in list_packed()} == {first, second}
+    assert {entry.path for entry in list_packed()} == {first, second}
     assert not orphan_mark.exists()
 
 

@@ -203,10 +203,10 @@ def test_idle_time_saves_what_has_grown(model, talk, tmp_path):
 def test_a_request_stops_what_is_saved_while_idle(model, talk, tmp_path, monkeypatch):
     saving, running, go_on = threading.Event(), threading.Event(), SavedPrefixes._give_way
 
-    def wait_for_a_request(self, what, took_s):
+    def wait_for_a_request(self, kind, took_s):
         saving.set()
         assert running.wait(60)
-        go_on(self, what, took_s)
+        go_on(self, kind, took_s)
 
     monkeypatch.setattr(SavedPrefixes, "_give_way", wait_for_a_request)
     with engine_of(model, cache_dir=tmp_path) as engine:

@@ -87,8 +87,13 @@ def greedy(model, prompt) -> list[int]:
 @pytest.fixture(scope="module")
 def models(model, export_folder, tmp_path_factory):
     # converted: a tied head, which 4.57 would tie in another shape; late upper layers and the flush
-    how = {"tie_word_embeddings": True, "broadcast_delay": 1, "first_late_layer": 3, "flush": True}
-    converted, root = random_model(**how), tmp_path_factory.mktemp("converted")
+    overrides = {
+        "tie_word_embeddings": True,
+        "broadcast_delay": 1,
+        "first_late_layer": 3,
+        "flush": True,
+    }
+    converted, root = random_model(**overrides), tmp_path_factory.mktemp("converted")
     export(write_run(root / "run", converted), root / "hf", "float32")
     return {"trained": (model, export_folder[0]), "converted": (converted, root / "hf")}
 

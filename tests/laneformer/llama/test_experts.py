@@ -66,15 +66,15 @@ def blocks(gpt_oss, tmp_path_factory):
         wide[name] = torch.from_numpy(values).swapaxes(1, 2).contiguous().bfloat16()
         assert np.array_equal(wide[name].float().swapaxes(1, 2).numpy(), values)
     config = json.loads((gpt_oss / "config.json").read_text())
-    how = {
+    quantization = {
         "quant_method": "mxfp4",
         "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"],
     }
-    for path, tensors, more in zip(
-        paths, (stored, wide), ({"quantization_config": how}, {}), strict=True
+    for path, tensors, extra in zip(
+        paths, (stored, wide), ({"quantization_config": quantization}, {}), strict=True
     ):
         save_file(tensors, path / "model.safetensors", {"format": "pt"})
-        (path / "config.json").write_text(json.dumps({**config, **more}))
+        (path / "config.json").write_text(json.dumps({**config, **extra}))
     return paths
 
 

@@ -71,7 +71,7 @@ def write_configuration(folder, servers, sockets) -> Path:
 def balancer(slow_folder, tmp_path):
     with ThreadPoolExecutor(len(NAMES)) as pool:
         starts = [pool.submit(start, slow_folder, model_name=name, grace_s=60.0) for name in NAMES]
-        servers = dict(zip(NAMES, (one.result() for one in starts), strict=True))
+        servers = dict(zip(NAMES, (future.result() for future in starts), strict=True))
     # HAProxy inherits open sockets, so no other process can take their ports meanwhile
     sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(2)]
     file = write_configuration(tmp_path, servers, sockets)

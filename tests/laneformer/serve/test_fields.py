@@ -394,8 +394,8 @@ def test_messages_as_a_template_sees_them():
     result = {"role": "tool", "content": "3", "tool_call_id": "1", "name": "f"}
     messages = [{"role": "developer", "content": parts}, assistant, result]
     translated = [turn.to_template() for turn in body_of("chat", messages=messages).messages]
-    called = {**call, "function": {"name": "f", "arguments": {"a": [1]}}}
-    answer = {"role": "assistant", "content": "", "tool_calls": [called]}
+    translated_call = {**call, "function": {"name": "f", "arguments": {"a": [1]}}}
+    answer = {"role": "assistant", "content": "", "tool_calls": [translated_call]}
     assert translated == [{"role": "system", "content": "a\nb"}, answer, result]
     function["arguments"] = "{"
     (cut,) = body_of("chat", messages=[assistant]).messages

@@ -164,7 +164,7 @@ def test_gaps_are_of_tokens_as_the_rate_is(page):
         ((5, 0), (6, 0)): [None, None, None],
     }
     assert page.run(METER % json.dumps([*figures])) == [
-        pytest.approx(each) for each in figures.values()
+        pytest.approx(figure) for figure in figures.values()
     ]
 
 

@@ -33,8 +33,8 @@ CONTENTS = "Hello", "Hello \n", " Hello", "<think>\nThey", "é 👍", "a " * 99,
 @pytest.mark.parametrize("name", [*OURS, "smollm2", "mistral"])
 def test_the_prompt_is_that_of_transformers(name):
     # also where a template strips contents and the last one ends in white space
-    own = {"smollm2": SMOLLM2, "mistral": MISTRAL}
-    template = own.get(name) or (TEMPLATES / f"{name}.jinja").read_text()
+    templates = {"smollm2": SMOLLM2, "mistral": MISTRAL}
+    template = templates.get(name) or (TEMPLATES / f"{name}.jinja").read_text()
     config = {"chat_template": template, **TOKENS}
     prompts = PromptEncoder(Tokenizer(models.BPE({"a": 0}, [])), config)
     for content in CONTENTS:

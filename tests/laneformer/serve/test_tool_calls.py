@@ -155,8 +155,8 @@ def test_the_id_that_a_model_writes_is_its_calls(name, ids):
 
     functions = [call["function"] for call in CALLS]
     assert read(CALLS) == [
-        (each, function["name"], function["arguments"])
-        for each, function in zip(ids, functions, strict=True)
+        (call_id, function["name"], function["arguments"])
+        for call_id, function in zip(ids, functions, strict=True)
     ]
     (first, *_), (second, *_) = read([CALLS[0]] * 2)
     assert first == ids[0] != second
@@ -208,13 +208,13 @@ def test_templates_without_tools_get_them_described():
     assert called["content"].count("</tool_call>") == 2
     one_message = "<tool_response>\n1\n</tool_response>\n<tool_response>\n2\n</tool_response>"
     assert result["content"] == one_message, "as templates want turns to alternate"
-    own = {"role": "system", "content": "Be brief."}
-    (system,) = use.translate_messages([own])
+    instructions = {"role": "system", "content": "Be brief."}
+    (system,) = use.translate_messages([instructions])
     assert system["content"].endswith("\n\nBe brief.")
-    assert own["content"] == "Be brief."
+    assert instructions["content"] == "Be brief."
     assert calling("smollm2").select_tools(request_with(TOOLS, "none")).translate_messages(
-        [own]
-    ) == [own]
+        [instructions]
+    ) == [instructions]
 
 
 def test_templates_without_system_messages_get_tools_in_the_first_question():

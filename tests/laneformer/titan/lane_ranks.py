@@ -84,7 +84,9 @@ def measure(model, part=0, parts=1) -> dict[str, Any]:
     labels = batch[:, 1:].clone()
     # ignored labels
     labels[0, :3] = -100
-    inputs, labels, weights = (each.chunk(parts)[part] for each in (batch[:, :-1], labels, weights))
+    inputs, labels, weights = (
+        tensor.chunk(parts)[part] for tensor in (batch[:, :-1], labels, weights)
+    )
     losses = model(inputs, labels)
     # unequal weights, so that exchanged tokens change the gradients
     (losses * weights).sum().backward()

@@ -58,10 +58,10 @@ def draw_tensors() -> tuple[Tensor, Tensor, Tensor]:
     )
 
 
-def compute_products(how: Float8) -> Products:
+def compute_products(multiply: Float8) -> Products:
     x, weight, gradient = draw_tensors()
     x.requires_grad_(), weight.requires_grad_()
-    y = how(x, weight)
+    y = multiply(x, weight)
     y.backward(gradient)
     return Products(y.detach(), x.grad, weight.grad)
 
@@ -149,11 +149,11 @@ def test_a_wrong_scale_is_found(recipe, monkeypatch):
 def test_zeros_and_what_is_not_finite(recipe):
     # the guard against bad steps needs to see infinities and NaNs
     x, weight, _ = draw_tensors()
-    how = Float8(recipe, emulate=False)
-    assert how(torch.zeros_like(x), weight).abs().max() == 0
+    multiply = Float8(recipe, emulate=False)
+    assert multiply(torch.zeros_like(x), weight).abs().max() == 0
     for bad in (float("inf"), float("nan")):
         x[0, 5, 1, 7] = bad
-        assert not how(x, weight)[0, 5, 1].isfinite().any()
+        assert not multiply(x, weight)[0, 5, 1].isfinite().any()
 
 
 # --- in a layer

@@ -129,10 +129,10 @@ class SavedPrefixes:
                     pass
             may_have_grown = is_woken
 
-    def _save(self, what: _core.Save) -> bool:
+    def _save(self, kind: _core.Save) -> bool:
         """Save one prefix; return False where there was none, or saving failed."""
         with self._saving:
-            job = self.decoder.begin_saving(what)
+            job = self.decoder.begin_saving(kind)
             if job is None:
                 return False
             cache, ids, starts, dropped = job
@@ -147,7 +147,7 @@ class SavedPrefixes:
                     prefix,
                     self.layout,
                     read,
-                    functools.partial(self._give_way, what),
+                    functools.partial(self._give_way, kind),
                 )
                 is_saved = True
             except Interrupted:
@@ -170,11 +170,11 @@ class SavedPrefixes:
         except OSError as error:
             self._warn_once(f"{part} cannot be kept: {error}")
 
-    def _give_way(self, what: _core.Save, took_s: float) -> None:
+    def _give_way(self, kind: _core.Save, took_s: float) -> None:
         # between two pieces
-        if what == _core.Save.grown and self.decoder.running and not self._closed:
+        if kind == _core.Save.grown and self.decoder.running and not self._closed:
             raise Interrupted
-        if what == _core.Save.leaving and self.decoder.running and not self._closed:
+        if kind == _core.Save.leaving and self.decoder.running and not self._closed:
             time.sleep(took_s)
 
     def _warn_once(self, why: object) -> None:

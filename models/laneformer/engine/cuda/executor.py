@@ -102,8 +102,8 @@ class CudaExecutor:
             for logits in passes.read(ids[: plan.piece], start.cache, start.position, row):
                 if piece.keeps_logits:
                     self.schedule.keep_logits(row, logits.cpu().numpy())
-                scored = ids[row + 1 - start.position :][: len(logits)]
-                scores = scores_of(logits[: len(scored)], scored, piece.top)
+                targets = ids[row + 1 - start.position :][: len(logits)]
+                scores = scores_of(logits[: len(targets)], targets, piece.top)
                 self.schedule.score(row, *(values.numpy() for values in scores))
                 row += len(logits)
         except torch.OutOfMemoryError as error:

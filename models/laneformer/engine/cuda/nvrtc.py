@@ -60,11 +60,11 @@ class Nvrtc:
         finally:
             self._library.nvrtcDestroyProgram(c.byref(program))
 
-    def _get(self, what: str, program: c.c_void_p) -> bytes:
+    def _get(self, name: str, program: c.c_void_p) -> bytes:
         size = c.c_size_t()
-        getattr(self._library, f"nvrtcGet{what}Size")(program, c.byref(size))
+        getattr(self._library, f"nvrtcGet{name}Size")(program, c.byref(size))
         content = c.create_string_buffer(size.value)
-        getattr(self._library, f"nvrtcGet{what}")(program, content)
+        getattr(self._library, f"nvrtcGet{name}")(program, content)
         return content.raw
 
 

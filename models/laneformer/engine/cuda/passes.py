@@ -157,18 +157,20 @@ class PassDecoder:
             (row,) = self.run([Column(single[-1] if single else 0, position, 0)])
             pass_s = time.monotonic() - start_s
             single += row
-        most = min(PASSES_PER_LAUNCH - 1, int(LAUNCH_S / pass_s))
+        count = min(PASSES_PER_LAUNCH - 1, int(LAUNCH_S / pass_s))
         try:
-            rows = self.run([column], most)
-            right = len(rows) == 1 + most and [token for (token,) in rows][:3] == single[: 1 + most]
+            rows = self.run([column], count)
+            agrees = (
+                len(rows) == 1 + count and [token for (token,) in rows][:3] == single[: 1 + count]
+            )
             reason = "they give other tokens"
         except RequestFailed as error:
             if isinstance(error, Unanswered):
                 raise
-            right, reason = False, str(error)
-        if not right:
+            agrees, reason = False, str(error)
+        if not agrees:
             warnings.warn(f"a launch makes one pass, as several fail: {reason}", stacklevel=6)
-        return most * right
+        return count * agrees
 
     @functools.cached_property
     def tape_model(self) -> TapeModel:
