@@ -94,7 +94,7 @@ def measure(model, part=0, parts=1) -> dict[str, Any]:
     whole = {
         name: g.full_tensor() if hasattr(g, "full_tensor") else g for name, g in gradients.items()
     }
-    return {"losses": losses.detach(), "seen": model.lm_head.normalizers, "gradients": whole}
+    return {"losses": losses.detach(), "normalizers": model.lm_head.normalizers, "gradients": whole}
 
 
 def one_case(name, dtype, mesh) -> dict[str, Any]:

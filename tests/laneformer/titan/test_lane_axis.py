@@ -39,7 +39,7 @@ def alone():
 
 
 def flatten(results: dict[str, Any]) -> dict[str, torch.Tensor]:
-    denominators, peaks = results["seen"]
+    denominators, peaks = results["normalizers"]
     tensors = {"losses": results["losses"], "denominators": denominators, "peaks": peaks}
     return tensors | results["gradients"]
 
