@@ -97,7 +97,7 @@ def test_ladder_reads_each_sum_one_module_late():
         expected = module_late_logits(reference, ids)
     with engine_of(model, threads=2) as plain, engine_with("ladder") as ladder:
         np.testing.assert_allclose(ladder.logits(ids), expected, rtol=0, atol=1e-4)
-        # thousands of tolerances away, or the line above would show nothing
+        # a thousand tolerances away, or the line above would show nothing
         assert np.abs(plain.logits(ids) - expected).max() > 0.1
 
 
