@@ -64,15 +64,15 @@ def one_by_one(passes, count) -> list[list[int]]:
 @pytest.mark.parametrize("name", SHAPES)
 def test_tokens_and_keys_are_those_of_single_passes(name, cuda_builds):
     passes = EmulatedPasses(cuda_builds, 3, **SHAPES[name])
-    expected, kv = one_by_one(passes, 9), [m.kv.clone() for m in passes.memories]
+    reference, kv = one_by_one(passes, 9), [m.kv.clone() for m in passes.memories]
     # another order of threads than in the single passes
     first, passes.seed = start(passes), 5
-    assert passes.run(columns(first, 2), 8) == expected
+    assert passes.run(columns(first, 2), 8) == reference
     assert all(torch.equal(memory.kv, own) for memory, own in zip(passes.memories, kv, strict=True))
-    assert passes.run(columns(start(passes), 2, left=2), 8) == expected[:2], (
+    assert passes.run(columns(start(passes), 2, left=2), 8) == reference[:2], (
         "chunks are under way then"
     )
-    assert len({token for row in expected for token in row}) > 6, (
+    assert len({token for row in reference for token in row}) > 6, (
         "a text, not one token again and again"
     )
 
@@ -83,37 +83,37 @@ def two_devices(cuda_builds):
 
 
 @pytest.fixture(scope="module")
-def expected(two_devices):
+def reference(two_devices):
     return one_by_one(two_devices, 6)
 
 
-def test_lanes_on_two_devices_give_the_bits_of_one(two_devices, expected, cuda_builds):
+def test_lanes_on_two_devices_give_the_bits_of_one(two_devices, reference, cuda_builds):
     # tokens, keys and values; greedy, drawn, and with filters, where one block has all scores
     one_device = EmulatedPasses(cuda_builds, 3, blocks_per_lane=2)
-    assert one_by_one(one_device, 6) == one_by_one(two_devices, 6) == expected
+    assert one_by_one(one_device, 6) == one_by_one(two_devices, 6) == reference
     for layer in range(one_device.config.num_hidden_layers):
         halves = [memory.kv_layer(layer) for memory in two_devices.memories]
         assert torch.equal(torch.cat(halves), one_device.memories[0].kv_layer(layer))
 
 
-def test_each_column_ends_by_itself(two_devices, expected):
+def test_each_column_ends_by_itself(two_devices, reference):
     # at a stop id or its last token; the launch ends with the last column, before its last pass
     inputs, first = columns(start(two_devices), 2), two_devices.memories[0].epoch
-    stop = next(i for i in range(1, 5) if expected[i][0] not in [row[0] for row in expected[:i]])
-    inputs[0].stop_count, inputs[0].stops[:2] = 2, [95 - expected[stop][0], expected[stop][0]]
+    stop = next(i for i in range(1, 5) if reference[i][0] not in [row[0] for row in reference[:i]])
+    inputs[0].stop_count, inputs[0].stops[:2] = 2, [95 - reference[stop][0], reference[stop][0]]
     inputs[1].left, inputs[2].left = 1, 5
     rows = two_devices.run(inputs, 9)
     assert len(rows) == 5
     for column, last in enumerate((stop, 0, 4)):
         tokens = [row[column] for row in rows]
-        assert tokens == [row[column] for row in expected[: last + 1]] + [-1] * (4 - last)
+        assert tokens == [row[column] for row in reference[: last + 1]] + [-1] * (4 - last)
     assert two_devices.memories[0].epoch == first + 10, "no other launch uses these epochs"
-    assert two_devices.run(columns(expected[4], 7))[0][2] == expected[5][2], (
+    assert two_devices.run(columns(reference[4], 7))[0][2] == reference[5][2], (
         "and nothing is left that confuses the next"
     )
 
 
-def test_tokens_are_seen_while_the_kernel_runs(two_devices, expected):
+def test_tokens_are_seen_while_the_kernel_runs(two_devices, reference):
     row_counts = []
 
     def look(rows):
@@ -122,7 +122,7 @@ def test_tokens_are_seen_while_the_kernel_runs(two_devices, expected):
 
     # the host ends the launch after two of its 16 passes; some more may be under way by then
     rows = two_devices.run(columns(start(two_devices), 2), 15, None, look)
-    assert rows[:6] == expected[: len(rows)]
+    assert rows[:6] == reference[: len(rows)]
     assert row_counts == sorted(row_counts)
     assert row_counts[0] < 2 <= len(rows) < 16
     assert 1 in row_counts, "a pass takes a second here"
