@@ -1,4 +1,7 @@
-"""The KV cache of the plain model."""
+"""The KV cache of the plain PyTorch model.
+
+B batch   K KV heads   T positions   d head dimension
+"""
 
 from __future__ import annotations
 

@@ -114,10 +114,10 @@ class LaneformerConfig(JoinRules):
     def extensions(self) -> dict[str, Any]:
         """The fields that only models of other families (llama/) set, where they differ from a Laneformer's."""
         usual = self.hidden_size / self.num_attention_heads
-        plain: dict[str, Any] = {"head_dim": usual, "attention_bias": False, "qk_norm": False}
+        defaults: dict[str, Any] = {"head_dim": usual, "attention_bias": False, "qk_norm": False}
         return {
             name: getattr(self, name)
-            for name, value in plain.items()
+            for name, value in defaults.items()
             if getattr(self, name) != value
         }
 
@@ -163,13 +163,19 @@ class LaneformerConfig(JoinRules):
 
     def parameter_count(self) -> dict[str, int]:
         """Parameters by part: embedding, one layer's matrices, head, norms, the head that drafts, total."""
-        sizes = {n: math.prod(shape) for n, shape in self.tensor_shapes().items() if n != DRAFT_IDS}
+        sizes = {
+            name: math.prod(shape)
+            for name, shape in self.tensor_shapes().items()
+            if name != DRAFT_IDS
+        }
         return {
             "embedding": sizes[EMBEDDING],
             "layer": sum(sizes[f"layers.0.{name}.weight"] for name in MATRICES),
             "lm_head": sizes.get(HEAD, 0),
             "norms": sum(
-                sizes[n] for n in sizes if n.endswith("norm.weight") and not n.startswith(MTP)
+                sizes[name]
+                for name in sizes
+                if name.endswith("norm.weight") and not name.startswith(MTP)
             ),
             "mtp": sum(size for name, size in sizes.items() if name.startswith(MTP)),
             "total": sum(sizes.values()),
@@ -196,12 +202,12 @@ class LaneformerConfig(JoinRules):
 
     def to_dict(self) -> dict[str, Any]:
         """JSON values; without later fields (other families', of drafts, of joins) where they say nothing."""
-        plain = {"head_dim", "attention_bias", "qk_norm"} - self.extensions().keys()
-        plain |= set() if self.num_nextn_predict_layers else set(HEAD_FIELDS)
-        later = ("first_late_layer", "early_layers", "flush", "nope_layers", "window_rope_theta")
-        plain |= {name for name in later if not getattr(self, name)}
+        omitted = {"head_dim", "attention_bias", "qk_norm"} - self.extensions().keys()
+        omitted |= set() if self.num_nextn_predict_layers else set(HEAD_FIELDS)
+        fields = ("first_late_layer", "early_layers", "flush", "nope_layers", "window_rope_theta")
+        omitted |= {name for name in fields if not getattr(self, name)}
         values = {
-            name: value for name, value in dataclasses.asdict(self).items() if name not in plain
+            name: value for name, value in dataclasses.asdict(self).items() if name not in omitted
         }
         return {
             name: list(value) if isinstance(value, tuple) else value
@@ -224,11 +230,12 @@ def _matrix_shapes(config: LaneformerConfig) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def _refuse_unknown_keys(values: dict[str, Any], known: list[str]) -> None:
+def _refuse_unknown_keys(values: dict[str, Any], field_names: list[str]) -> None:
     for key in values:
-        if key not in known:
+        if key not in field_names:
             hints = "".join(
-                f"; did you mean {near!r}?" for near in difflib.get_close_matches(key, known, n=1)
+                f"; did you mean {near!r}?"
+                for near in difflib.get_close_matches(key, field_names, n=1)
             )
             raise ValueError(f"unknown config key {key!r}{hints}")
 

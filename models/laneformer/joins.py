@@ -69,18 +69,18 @@ class JoinRules:
 
     def delivers(self, layer: int, module: str) -> bool:
         """Whether the other lanes' partials, otherwise lost, join in the end: flushed, or for the MTP head."""
-        last = self.num_hidden_layers - self.broadcast_delay <= layer
-        wanted = self.flush or (bool(self.num_nextn_predict_layers) and self.deliver_tail)
-        return wanted and last and self.join(layer, module) == Join.PAST
+        is_tail = self.num_hidden_layers - self.broadcast_delay <= layer
+        is_needed = self.flush or (bool(self.num_nextn_predict_layers) and self.deliver_tail)
+        return is_needed and is_tail and self.join(layer, module) == Join.PAST
 
     @property
     def equal_delivered_streams(self) -> bool:
         """Whether all lanes' streams are the same once `delivers` is done, up to rounding."""
 
         def once(layer: int, module: str) -> bool:  # every lane has every partial, and has it once
-            how = self.join(layer, module)
-            late = self.delivers(layer, module) or self.broadcasts(layer, module)
-            return late if how == Join.PAST else how == Join.PRESENT and not late
+            join = self.join(layer, module)
+            joins_later = self.delivers(layer, module) or self.broadcasts(layer, module)
+            return joins_later if join == Join.PAST else join == Join.PRESENT and not joins_later
 
         return all(once(i, module) for i in range(self.num_hidden_layers) for module in MODULES)
 

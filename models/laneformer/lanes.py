@@ -31,9 +31,9 @@ class Lanes:
         """Partial outputs (B, S, L, D) on their way to all lanes: what `receive` takes, later."""
         return partial
 
-    def receive(self, sent: Any, first_only: bool = False) -> Tensor:
+    def receive(self, in_flight: Any, first_only: bool = False) -> Tensor:
         """For each lane what the others have sent, (B, S, L, D); for the first one alone (B, S, 1, D)."""
-        partial: Tensor = sent
+        partial: Tensor = in_flight
         return partial.sum(2, keepdim=True) - (partial[:, :, :1] if first_only else partial)
 
 

@@ -199,8 +199,8 @@ class LMHead(nn.Module):
         if self.kind == "vocab_parallel":
             return torch.einsum("bsli,loi->bslo", x, weight).flatten(2)
         if self.kind == "lane":
-            own = x.unflatten(-1, (x.shape[2], -1)).diagonal(dim1=2, dim2=3)  # (B, S, D/L, L)
-            return torch.einsum("bsil,loi->bso", own, weight)
+            owned = x.unflatten(-1, (x.shape[2], -1)).diagonal(dim1=2, dim2=3)  # (B, S, D/L, L)
+            return torch.einsum("bsil,loi->bso", owned, weight)
         return F.linear(x.mean(2), weight)
 
 

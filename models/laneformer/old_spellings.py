@@ -1,9 +1,7 @@
 """Older spellings in folders of Laneformers: the published kogai/laneformer-2b-it loads as it is.
 
 Its first modeling code has the model type `laneformer_tp`, one switch `use_comm` for both modules, and counts
-the layers with a sliding window instead of listing them. It also adds the outputs of early layers, which
-every lane has had already, once more `broadcast_delay` layers later: that is `rebroadcast_early` here.
-Whether a folder was trained so is what `python -m tools.check published FOLDER --trust-remote-code` finds out.
+the layers with a sliding window instead of listing them.
 """
 
 from __future__ import annotations
@@ -27,6 +25,9 @@ DEFAULTS = {  # of the older config class, for keys that a file leaves out
     "sliding_window": None,
     "sliding_window_n_layers": 0,
     "use_comm": True,
+    # it adds the outputs of early layers, which every lane has had already, once more
+    # `broadcast_delay` layers later. Whether a folder was trained so is what
+    # `python -m tools.check published FOLDER --trust-remote-code` finds out
     "rebroadcast_early": True,
 }
 WITHOUT_EFFECT = ("multiple_of", "depth_init", "use_flex_attn")

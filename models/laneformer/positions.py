@@ -18,11 +18,11 @@ def rope_table(config: LaneformerConfig, positions: Tensor) -> tuple[Tensor, Ten
     Where the config has `ropes`, both have an axis of those in front.
     """
     positions = positions if positions.dim() == 2 else positions[None]
-    at = positions[..., None].float()
+    position = positions[..., None].float()
     if not config.ropes:
         pairs = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device=positions.device)
         frequency = 1.0 / config.rope_theta ** (pairs / config.head_dim)
-        angle = at * stretch_llama3(frequency, config.rope_scaling)
+        angle = position * stretch_llama3(frequency, config.rope_scaling)
         return angle.cos()[:, :, None], angle.sin()[:, :, None]
     ropes = [
         rope.of_pairs(config.max_position_embeddings, config.head_dim // 2) for rope in config.ropes
@@ -32,7 +32,7 @@ def rope_table(config: LaneformerConfig, positions: Tensor) -> tuple[Tensor, Ten
         positions.device, non_blocking=True
     )
     frequency, scale = numbers.unbind(1)
-    angle, scale = at * frequency[:, None, None], scale[:, None, None]
+    angle, scale = position * frequency[:, None, None], scale[:, None, None]
     return (angle.cos() * scale)[..., None, :], (angle.sin() * scale)[..., None, :]
 
 
@@ -60,8 +60,8 @@ def layer_masks(
     new, total = len(query_positions), len(key_positions)
 
     def mask(window: int | None) -> Tensor | None:
-        plain = new in (1, total) and (window is None or total <= window)
-        return None if plain else causal_mask(query_positions, key_positions, window)
+        is_plain = new in (1, total) and (window is None or total <= window)
+        return None if is_plain else causal_mask(query_positions, key_positions, window)
 
     windows = [config.window(i) for i in range(config.num_hidden_layers)]
     by_window = {window: mask(window) for window in set(windows)}

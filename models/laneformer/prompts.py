@@ -1,10 +1,4 @@
-"""Prompts as token ids, in which only a chat template writes control tokens, never the text of a
-user.
-
-The encoder's control tokens have secret names. A template sees its data with the first character
-of every spelled control token
-replaced by digits, so that what spells one in the rendered text was written by the template.
-"""
+"""Prompts as token ids, in which only a chat template writes control tokens, never a user's text."""
 
 from __future__ import annotations
 
@@ -36,6 +30,9 @@ class PromptEncoder:
     def __init__(self, tokenizer: Tokenizer, tokenizer_config: Mapping[str, Any]):
         added = tokenizer.get_added_tokens_decoder().values()
         names = sorted((token.content for token in added if token.special), key=len, reverse=True)
+        # Control tokens have secret names here, and a template sees its data with the first character
+        # of every spelled control token replaced by digits: what spells one in the rendered text was
+        # written by the template.
         # A secret name begins and ends as the name does: a tokenizer that looks at the neighbours of
         # a control token then reads it in the same places. Elsewhere the name is letters, as in
         # Transformers.
@@ -97,10 +94,10 @@ class PromptEncoder:
             raise ChatError(error.reason, self._restore(str(error))) from None
         if continue_final:
             rendered = self._cut_at_edge(rendered)
-        named = self._restore(
+        restored = self._restore(
             self._replace(self._written, rendered, lambda name: self._secret[name[0]])
         )
-        text = self._bos + named.removeprefix(self._bos)
+        text = self._bos + restored.removeprefix(self._bos)
         return text if self._always_read else self._spell_unread(text)
 
     def training(
@@ -129,12 +126,12 @@ class PromptEncoder:
         return self.text(rendered, add_special_tokens=False)
 
     def _cut_at_edge(self, rendered: str) -> str:
-        begun, edge, rest = rendered.rpartition(self._edge)
+        beginning, edge, rest = rendered.rpartition(self._edge)
         if not edge:
             reason = "the model's chat template does not show the end of the last message, so it cannot be continued"
             raise ChatError("content", reason)
         # The template strips contents if it has removed the space behind the edge
-        return begun if rest.startswith(" ") else begun.rstrip()
+        return beginning if rest.startswith(" ") else beginning.rstrip()
 
     def _hide_control_tokens(self, value: Any) -> Any:
         """Return the value with no control token spelled in any of its texts."""
@@ -208,16 +205,16 @@ def rename_control_tokens(tokenizer: Tokenizer, names: Mapping[str, str]) -> Tok
             return {names.get(name, name): rename(entry) for name, entry in value.items()}
         return value
 
-    described = json.loads(tokenizer.to_str())
-    merges = described["model"].pop("merges", None)
-    described = rename(described)
+    description = json.loads(tokenizer.to_str())
+    merges = description["model"].pop("merges", None)
+    description = rename(description)
     if merges is not None:
         # The merges of the BPE must not produce a control token from text either
         pairs = [pair.split(" ", 1) if isinstance(pair, str) else pair for pair in merges]
-        described["model"]["merges"] = [
+        description["model"]["merges"] = [
             [a, b] for a, b in pairs if names.keys().isdisjoint((a, b, a + b))
         ]
-    copy = type(tokenizer).from_str(json.dumps(described))
+    copy = type(tokenizer).from_str(json.dumps(description))
     copy.no_truncation()
     copy.no_padding()
     return copy
@@ -231,17 +228,17 @@ class ChatTemplate:
         source = tokenizer_config.get("chat_template")
         if isinstance(source, list):  # several, by name
             source = {entry["name"]: entry["template"] for entry in source}
-        named = source or {}
-        if isinstance(named, str):
-            named = {"default": named}
-        if "default" not in named:
+        templates = source or {}
+        if isinstance(templates, str):
+            templates = {"default": templates}
+        if "default" not in templates:
             raise ValueError(
-                f"the model has no default chat template (named ones: {sorted(named)}); give plain text"
+                f"the model has no default chat template (named ones: {sorted(templates)}); give plain text"
             )
         environment, self._error = _environment()
         try:
             self._templates = {
-                name: environment.from_string(source) for name, source in named.items()
+                name: environment.from_string(source) for name, source in templates.items()
             }
         except self._error as error:
             raise ValueError(f"the model's chat template cannot be read: {error}") from None
@@ -273,9 +270,9 @@ class ChatTemplate:
         }
         values["add_generation_prompt"] = add_generation_prompt
         # Templates are third-party code: they see plain JSON values only, in Jinja's sandbox
-        plain = json.loads(json.dumps(values))
+        json_values = json.loads(json.dumps(values))
         try:
-            return self._templates[name].render(plain)
+            return self._templates[name].render(json_values)
         except (self._error, TypeError) as error:
             raise ChatError(
                 "template", f"the model's chat template refuses the conversation: {error}"
@@ -302,7 +299,7 @@ def _environment() -> tuple[Any, type[Exception]]:
             line = next(parser.stream).lineno
             body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
             begin, end = (nodes.Output([nodes.Name(GENERATION_MARK, "load")]) for _ in range(2))
-            return [each.set_lineno(line) for each in (begin, nodes.Scope(body), end)]
+            return [node.set_lineno(line) for node in (begin, nodes.Scope(body), end)]
 
     def refuse(message: str) -> None:
         raise TemplateError(message)

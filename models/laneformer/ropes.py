@@ -3,9 +3,6 @@
 A config's `window_rope_theta` is the base of the layers with a window, None for that of all. Its `rope_scaling` is
 Llama 3's (LLAMA3_KEYS), or of rope_type "yarn": YARN_KEYS, what else Transformers' has, and `layers`, "all" or "full",
 for those without a window.
-
-Plain Python, each step rounded to float32 as in Transformers' modeling_rope_utils.py: every device gets the same
-numbers, and config.py needs no library.
 """
 
 from __future__ import annotations
@@ -42,11 +39,13 @@ class Rope(NamedTuple):
 
     def of_pairs(self, context: int, pairs: int) -> tuple[list[float], list[float]]:
         """Frequency and scale of all of a head's `pairs`, in a context of so many positions."""
-        own = self.short if context <= self.short_context else self.frequencies
-        rest = pairs - len(own)
-        return [*own, *[0.0] * rest], [*[self.scale] * len(own), *[1.0] * rest]
+        turning = self.short if context <= self.short_context else self.frequencies
+        rest = pairs - len(turning)
+        return [*turning, *[0.0] * rest], [*[self.scale] * len(turning), *[1.0] * rest]
 
 
+# Plain Python, each step rounded as in Transformers' modeling_rope_utils.py: every device gets the same
+# numbers, and config.py needs no library
 def float32(x: float) -> float:
     return float(struct.unpack("f", struct.pack("f", x))[0])
 
@@ -57,7 +56,7 @@ def wavelengths(theta: float, rotated: int) -> list[float]:
 
 
 def plain(theta: float, rotated: int) -> Rope:
-    return Rope(tuple(float32(1 / each) for each in wavelengths(theta, rotated)))
+    return Rope(tuple(float32(1 / wavelength) for wavelength in wavelengths(theta, rotated)))
 
 
 def stretch_llama3(frequencies: Any, scaling: Mapping[str, Any] | None) -> Any:
@@ -102,7 +101,7 @@ def yarn(parameters: Mapping[str, Any], theta: float, rotated: int, trained: flo
         return float32(float32(long * float32(1 - ramped)) + float32(float32(1 / length) * ramped))
 
     return Rope(
-        tuple(stretch(*each) for each in enumerate(wavelengths(theta, rotated))), float(scale)
+        tuple(stretch(*pair) for pair in enumerate(wavelengths(theta, rotated))), float(scale)
     )
 
 

@@ -9,8 +9,8 @@ from .config import LaneformerConfig
 
 def refuse_unsupported(config: LaneformerConfig, who: str) -> None:
     """ValueError, with their names, for what other families' models have and `who` has not."""
-    tied = {"tie_word_embeddings": True} if config.tie_word_embeddings else {}
-    refuse(config.extensions() | tied, who, "the engine and the plain PyTorch model do")
+    tied_field = {"tie_word_embeddings": True} if config.tie_word_embeddings else {}
+    refuse(config.extensions() | tied_field, who, "the engine and the plain PyTorch model do")
 
 
 def refuse_other_layers(config: LaneformerConfig, who: str, fix: str) -> None:

@@ -122,7 +122,6 @@ class LazyTensors(Mapping[str, Tensor]):
 
 
 def sources_of(tensors: Mapping[str, Tensor]) -> dict[str, TensorSource]:
-    """Where tensors come from."""
     if isinstance(tensors, LazyTensors):
         return tensors.sources
     return {

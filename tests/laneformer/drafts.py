@@ -17,8 +17,8 @@ def draft_logits(model: Laneformer, input_ids: Tensor, steps: int = 1) -> list[T
     embedding, masks = model.tok_embeddings(input_ids), model.masks(positions, positions)
     h, tail = run_layers(model.layers, model.config, embedding, model.rope(positions), masks)
     ropes = [model.rope(positions + step) for step in range(steps)]
-    seen = [draft_mask(len(positions), step, input_ids.device) for step in range(1, steps + 1)]
+    visible = [draft_mask(len(positions), step, input_ids.device) for step in range(1, steps + 1)]
     assert model.mtp is not None, "the model has no head that drafts"
     assert model.lm_head.weight is not None, "a tied head does not draft"
-    outputs = model.mtp(deliver(h, tail, model.config), embedding, ropes, seen)
+    outputs = model.mtp(deliver(h, tail, model.config), embedding, ropes, visible)
     return [model.lm_head.score(x[:, :-k], model.lm_head.weight) for k, x in enumerate(outputs, 1)]

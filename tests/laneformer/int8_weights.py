@@ -6,7 +6,6 @@ import torch
 
 
 def round_to_int8(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Round every matrix to what its int8 weights stand for, in float64."""
     # each row has whole multiples of a scale, at most 127 of them
     rounded = {}
     for name, weight in weights.items():

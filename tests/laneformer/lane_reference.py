@@ -1,8 +1,4 @@
-"""A literal NumPy version of LANEFORMER.md's update table in float64: one token, lane and head at a time.
-
-It is slow and shares no code with model.py, so agreement of the two checks the architecture.
-`plant` introduces one known error, to show that a comparison would detect it.
-"""
+"""A literal NumPy version of LANEFORMER.md's update table in float64: one token, lane and head at a time."""
 
 from __future__ import annotations
 
@@ -15,6 +11,8 @@ from laneformer import LaneformerConfig
 Weights = dict[str, np.ndarray]
 
 
+# This version is slow and shares no code with model.py, so that their agreement says something.
+# `plant` introduces one known error, to show that a comparison would detect it.
 def rms_norm(x: np.ndarray, scale: np.ndarray, lane: int, eps: float) -> np.ndarray:
     # one scale for all lanes, or one for each
     own_scale = scale if scale.ndim == 1 else scale[lane]
@@ -51,8 +49,8 @@ def layer_rope(c: LaneformerConfig, layer: int) -> tuple[list[float], float] | N
         borders.append(rounds(c.head_dim / 2 * math.log(wavelengths) / math.log(theta)))
     low, high = max(borders[0], 0), min(borders[1], c.head_dim - 1)
     high += 0.001 * (low == high)
-    kept = [1 - min(max((j - low) / (high - low), 0), 1) for j in range(len(plain))]
-    mixed = [f * k + f / s["factor"] * (1 - k) for f, k in zip(plain, kept, strict=True)]
+    shares = [1 - min(max((j - low) / (high - low), 0), 1) for j in range(len(plain))]
+    mixed = [f * k + f / s["factor"] * (1 - k) for f, k in zip(plain, shares, strict=True)]
     return mixed, s.get("attention_factor", 0.1 * math.log(s["factor"]) + 1)
 
 
@@ -75,22 +73,23 @@ def lane_attention(
         c.num_attention_heads // c.num_lanes,
         c.num_key_value_heads // c.num_lanes,
     )
-    own = [slice(h * d, (h + 1) * d) for h in range(heads)]  # the rows of one head
+    head_rows = [slice(h * d, (h + 1) * d) for h in range(heads)]  # the rows of one head
     rope = layer_rope(c, layer)
     keys = [
-        [rotate((wk @ row)[own[k]], t, rope) for t, row in enumerate(x)] for k in range(kv_heads)
+        [rotate((wk @ row)[head_rows[k]], t, rope) for t, row in enumerate(x)]
+        for k in range(kv_heads)
     ]
-    values = [[(wv @ row)[own[k]] for row in x] for k in range(kv_heads)]
+    values = [[(wv @ row)[head_rows[k]] for row in x] for k in range(kv_heads)]
     partial = []
     for t, row in enumerate(x):
         first = 0 if window is None else max(0, t - window + 1)
-        joined = []
+        head_outputs = []
         for h in range(heads):
             # grouped-query attention: consecutive heads share a KV head
             kv = h // (heads // kv_heads)
-            query = rotate((wq @ row)[own[h]], t, rope)
-            joined.append(attend(query, keys[kv][first : t + 1], values[kv][first : t + 1]))
-        partial.append(wo @ np.concatenate(joined))
+            query = rotate((wq @ row)[head_rows[h]], t, rope)
+            head_outputs.append(attend(query, keys[kv][first : t + 1], values[kv][first : t + 1]))
+        partial.append(wo @ np.concatenate(head_outputs))
     return partial
 
 
@@ -200,12 +199,12 @@ def reference_streams(
 
 def tail(c: LaneformerConfig, *outputs: list[np.ndarray]) -> np.ndarray:
     """Return the sum (S, L, D) of other lanes' partials that no layer is left to receive."""
-    lost = np.zeros_like(outputs[0][0])
+    missing = np.zeros_like(outputs[0][0])
     first = max(c.broadcast_delay, c.first_late_layer, c.num_hidden_layers - c.broadcast_delay)
     for module, comm in zip(outputs, (c.use_attention_comm, c.use_mlp_comm), strict=True):
         for partial in module[first:] if comm else ():
-            lost += partial.sum(1, keepdims=True) - partial
-    return lost
+            missing += partial.sum(1, keepdims=True) - partial
+    return missing
 
 
 def reference_drafts(
@@ -221,14 +220,14 @@ def reference_drafts(
         h = h + tail(c, *outputs)
     embedding, shift = w["tok_embeddings.weight"], plant != "token"
     columns = [block_input(c, w, h[t], embedding[ids[t + shift]]) for t in range(at + 1)]
-    found = []
+    logits = []
     # one pass after the other, as an engine drafts
     for k in range(1, steps + 1):
         y = draft_block(c, w, columns)[-1]
-        found.append(head(c, w | {"norm.weight": w["mtp.norm.weight"]}, y))
+        logits.append(head(c, w | {"norm.weight": w["mtp.norm.weight"]}, y))
         if k < steps:
             columns.append(block_input(c, w, y, embedding[ids[at + k + shift]]))
-    return found
+    return logits
 
 
 def block_input(
@@ -244,7 +243,7 @@ def block_input(
 def draft_block(c: LaneformerConfig, w: Weights, columns: list[np.ndarray]) -> np.ndarray:
     """Return the output streams (columns, L, D) of the MTP block, whose lanes wait for each other."""
     n, h = c.num_hidden_layers, np.array(columns)
-    w = w | {f"layers.{n}.{name.removeprefix('mtp.layer.')}": each for name, each in w.items()}
+    w = w | {f"layers.{n}.{name.removeprefix('mtp.layer.')}": weight for name, weight in w.items()}
     for norm in ("attention_norm", "ffn_norm"):
         partials = []
         for lane in range(c.num_lanes):

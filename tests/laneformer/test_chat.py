@@ -26,7 +26,7 @@ def folder(request, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def exported(folder):
+def exported_tokenizer(folder):
     from transformers import PreTrainedTokenizerFast
 
     return PreTrainedTokenizerFast.from_pretrained(folder)
@@ -34,12 +34,12 @@ def exported(folder):
 
 @settings(max_examples=60)
 @given(texts=st.lists(TEXTS, min_size=1, max_size=5), system=st.booleans())
-def test_ids_and_mask_are_those_of_the_exported_template(folder, exported, texts, system):
+def test_ids_and_mask_are_those_of_the_exported_template(folder, exported_tokenizer, texts, system):
     messages = [{"role": "system", "content": "Be kind."}] * system
     messages += [
         {"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)
     ]
-    theirs = exported.apply_chat_template(
+    theirs = exported_tokenizer.apply_chat_template(
         messages, return_dict=True, return_assistant_tokens_mask=True
     )
     assert encode_chat(folder, messages) == (theirs["input_ids"], theirs["assistant_masks"])

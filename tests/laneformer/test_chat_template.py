@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -64,7 +65,6 @@ def template_of(template: str) -> ChatTemplate:
 
 
 def same(template: str, messages: list, **options: Any) -> bool:
-    """Return whether both render the same text or both refuse."""
     chat = template_of(template)
     try:
         expected = theirs(template, messages, **options)
@@ -90,7 +90,7 @@ def test_templates_of_many_models():
 
 
 def compare_templates(template: str) -> list[bool]:
-    """Apply `same` to conversations of several lengths, with and without tools and Qwen's variable."""
+    """Apply `same` to conversations of several lengths, with and without tools."""
     return [
         same(template, messages, add_generation_prompt=len(messages) % 2 == 1, **options)
         for messages in (TURNS, TURNS[:2], SYSTEM + TURNS)
@@ -106,19 +106,18 @@ def test_templates_with_every_filter_and_function(template):
     rendered = [
         same(template, messages, add_generation_prompt=prompt, tools=tools, extra="more")
         for messages in (TURNS, skipped, SYSTEM + TURNS)
-        for prompt in (False, True)
-        for tools in (None, TOOLS)
+        for prompt, tools in itertools.product((False, True), (None, TOOLS))
     ]
     assert any(rendered)
     assert all(rendered) == (template != MISTRAL)
 
 
 def test_named_templates():
-    named = [
+    templates = [
         {"name": "default", "template": "plain"},
         {"name": "tool_use", "template": "with tools"},
     ]
-    template = ChatTemplate({"chat_template": named})
+    template = ChatTemplate({"chat_template": templates})
     assert (template.render(TURNS), template.render(TURNS, tools=TOOLS)) == ("plain", "with tools")
     for named_only in ([{"name": "rag", "template": "x"}], None, ""):
         with pytest.raises(ValueError, match="no default chat template"):

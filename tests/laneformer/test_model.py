@@ -1,7 +1,4 @@
-"""Tests of the model against another implementation: the update table as plain loops.
-
-llama/test_families.py compares it with Transformers' Llama.
-"""
+"""Tests of the model against another implementation: the update table as plain loops."""
 
 from __future__ import annotations
 
@@ -39,7 +36,8 @@ FLOAT64_TOLERANCE = 1e4 * 2.0**-53
 
 
 def build(seed: int = 0, dtype: torch.dtype = torch.float64, **overrides: object) -> Laneformer:
-    """Return a small model with large matrices and norm scales far from 1, so that every number matters."""
+    """Return a small model with large matrices and norm scales far from 1."""
+    # with the usual ones many terms would vanish in rounding, so an error in them would, too
     model = Laneformer(LaneformerConfig(**{**SMALL, **overrides})).to(dtype)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -54,7 +52,6 @@ def build(seed: int = 0, dtype: torch.dtype = torch.float64, **overrides: object
 def exact_rope(
     config: LaneformerConfig, positions: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Use the RoPE table in float64."""
     # the model's float32 table would limit the comparison in float64
     j = torch.arange(config.head_dim // 2, dtype=torch.float64)
     angle = positions[:, None] * config.rope_theta ** (-2 * j / config.head_dim)
@@ -120,8 +117,8 @@ def test_heads_norm_scales_and_lanes(head, replicated, lanes):
 @pytest.mark.parametrize("plant", ["remote", "delay", "window", "flush", "border"])
 @pytest.mark.parametrize("early", [True, False])
 def test_planted_errors_are_noticed(plant, early):
-    own = {"flush": {"flush": True}, "border": {"first_late_layer": 3}}.get(plant, {})
-    model = build(broadcast_delay=2, use_early_comm=early, **own)
+    overrides = {"flush": {"flush": True}, "border": {"first_late_layer": 3}}.get(plant, {})
+    model = build(broadcast_delay=2, use_early_comm=early, **overrides)
     assert difference(model, plant) > 1e6 * FLOAT64_TOLERANCE
 
 
@@ -165,6 +162,7 @@ def initialize(seed: int, **overrides: object) -> dict[str, torch.Tensor]:
 
 def test_init_is_a_function_of_seed_and_name():
     first, again, other = initialize(0), initialize(0), initialize(1)
+    # a layer's weights depend on its name, not on how many numbers were drawn before
     deeper = initialize(0, num_hidden_layers=7)
     for name, value in first.items():
         assert torch.equal(value, again[name]), name

@@ -26,15 +26,14 @@ def difference(model: Laneformer, plant: str = "") -> float:
     """Return the difference between the model's logits and the loops' at positions that all steps have."""
     weights = {name: p.detach().numpy() for name, p in model.named_parameters()}
     ours, worst = drafts_of(model), 0.0
-    for at in range(len(IDS) - STEPS):
-        theirs = reference_drafts(model.config, weights, IDS, at, STEPS, plant)
-        worst = max(worst, *(abs(a[at] - b).max() for a, b in zip(ours, theirs, strict=True)))
+    for position in range(len(IDS) - STEPS):
+        theirs = reference_drafts(model.config, weights, IDS, position, STEPS, plant)
+        worst = max(worst, *(abs(a[position] - b).max() for a, b in zip(ours, theirs, strict=True)))
     return worst
 
 
 @pytest.fixture(autouse=True)
 def rope_in_float64(monkeypatch):
-    """Use the RoPE table in float64."""
     # the model's float32 table would limit the comparison in float64
     monkeypatch.setattr("laneformer.model.rope_table", exact_rope)
 

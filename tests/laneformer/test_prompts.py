@@ -74,14 +74,14 @@ def sentencepiece_like(first_only: bool, **flags: bool) -> Tokenizer:
         "he",
     ]
     scores = {piece: -float(i) for i, piece in enumerate(["▁", *letters, "▁H", "in", "er", "he"])}
-    made = sentencepiece_bpe(pieces, scores, "<unk>", not first_only)
+    tokenizer = sentencepiece_bpe(pieces, scores, "<unk>", not first_only)
     if first_only:
-        made.normalizer = None
-        made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+        tokenizer.normalizer = None
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
     flags = {"normalized": False, **flags}
-    made.add_special_tokens([AddedToken(name, special=True, **flags) for name in SPECIAL])
-    begin_with("<s>", made)
-    return made
+    tokenizer.add_special_tokens([AddedToken(name, special=True, **flags) for name in SPECIAL])
+    begin_with("<s>", tokenizer)
+    return tokenizer
 
 
 TOKENIZERS = {
@@ -104,14 +104,15 @@ def theirs(
 ) -> list[int]:
     from transformers import PreTrainedTokenizerFast
 
-    made = Tokenizer.from_str((TOKENIZERS | CONDITIONAL)[kind].to_str())
-    made.no_truncation()
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=made, chat_template=TEMPLATES[template], **TOKENS
+    tokenizer = Tokenizer.from_str((TOKENIZERS | CONDITIONAL)[kind].to_str())
+    # the truncation that a file brings is not the server's
+    tokenizer.no_truncation()
+    wrapped = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, chat_template=TEMPLATES[template], **TOKENS
     )
     options["tools"] = options["tools"] or None
-    text = tokenizer.apply_chat_template(conversation, tokenize=False, **options)
-    return made.encode(text, add_special_tokens=False).ids
+    text = wrapped.apply_chat_template(conversation, tokenize=False, **options)
+    return tokenizer.encode(text, add_special_tokens=False).ids
 
 
 def encoder(kind: str, template: str | None) -> PromptEncoder:
@@ -155,9 +156,9 @@ def test_control_ids_come_from_the_template_alone(kind, template):
 
     expected = [i for i in ids(conversations(PLAIN[:1])[0]) if i in control]
     for conversation in conversations(SPELLED):
-        found = ids(conversation)
-        assert [i for i in found if i in control] == expected
-        text = "".join(tokenizer.decode([i for i in found if i not in control]).split())
+        prompt_ids = ids(conversation)
+        assert [i for i in prompt_ids if i in control] == expected
+        text = "".join(tokenizer.decode([i for i in prompt_ids if i not in control]).split())
         for message in conversation:
             assert "".join(message["content"].split()) in text
 
@@ -177,11 +178,14 @@ def test_a_text_has_no_control_ids_but_the_first(kind):
 
 @pytest.mark.parametrize("ignore_merges", [False, True])
 def test_merges_and_whole_words_do_not_make_control_tokens(ignore_merges):
+    # "<s" and ">" are ids 3 and 2; id 4 is the control token
     vocabulary = {piece: i for i, piece in enumerate(["<", "s", ">", "<s", "<s>"])}
-    made = Tokenizer(models.BPE(vocabulary, [("<", "s"), ("<s", ">")], ignore_merges=ignore_merges))
-    made.decoder = decoders.Fuse()
-    made.add_special_tokens([AddedToken("<s>", special=True, normalized=False)])
-    assert PromptEncoder(made, {}).text("<s>") == [3, 2]
+    tokenizer = Tokenizer(
+        models.BPE(vocabulary, [("<", "s"), ("<s", ">")], ignore_merges=ignore_merges)
+    )
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.add_special_tokens([AddedToken("<s>", special=True, normalized=False)])
+    assert PromptEncoder(tokenizer, {}).text("<s>") == [3, 2]
 
 
 def test_a_refusal_quotes_the_text_as_it_was_given():

@@ -62,7 +62,7 @@ def test_a_layer_of_the_other_kind_is_noticed(kind):
     elif model.config.nope_layers:
         last.rotates = True
     else:
-        unscaled = tuple(each._replace(scale=1.0) for each in model.config.ropes)
+        unscaled = tuple(rope._replace(scale=1.0) for rope in model.config.ropes)
         model.config.__dict__["ropes"] = unscaled
     assert error(model) > 100 * TOLERANCE
 
@@ -82,21 +82,21 @@ def test_yarn_is_transformers_at_131072_positions(layers, theta):
         rope_scaling=scaling | {"layers": layers},
         max_position_embeddings=131_072,
     )
-    at = torch.arange(131_072)
-    (cos, sin), engine = positions.rope_table(config, at), rope_tables(config)
+    places = torch.arange(131_072)
+    (cos, sin), engine = positions.rope_table(config, places), rope_tables(config)
     for kind, rope in enumerate(config.ropes):
-        own = {"rope_type": "default"} if kind and layers == "full" else scaling
+        parameters = {"rope_type": "default"} if kind and layers == "full" else scaling
         llama = LlamaConfig(
             hidden_size=3072,
             num_attention_heads=32,
             max_position_embeddings=131_072,
-            rope_parameters={**own, "rope_theta": 1e4 if kind else theta},
+            rope_parameters={**parameters, "rope_theta": 1e4 if kind else theta},
         )
         rotary, frequencies = LlamaRotaryEmbedding(llama), torch.tensor(rope.frequencies)
         # torch's float32 power is off by two units at most, ours is rounded once
         assert ((rotary.inv_freq / frequencies - 1).abs() <= 2 * 2.0**-23).all()
         rotary.inv_freq = frequencies
-        tables = (cos, sin), engine, rotary(torch.zeros(1), at[None])
+        tables = (cos, sin), engine, rotary(torch.zeros(1), places[None])
         for ours, engines, theirs in zip(*tables, strict=True):
             assert torch.equal(ours[kind, 0, :, 0], theirs[0, :, : config.head_dim // 2])
             # the engine's cosines are float64's, rounded once; torch's are within two units
@@ -113,5 +113,6 @@ def test_one_table_a_kind():
     assert len(LaneformerConfig(rope_theta=1e4, window_rope_theta=1e4).ropes) == 1, (
         "two of the same are one"
     )
-    found = positions.rope_table(build_model("yarn on full").config, torch.arange(4))
-    assert found[0].shape == (2, 1, 4, 1, 6)
+    table = positions.rope_table(build_model("yarn on full").config, torch.arange(4))
+    # (kinds, 1, positions, 1, pairs)
+    assert table[0].shape == (2, 1, 4, 1, 6)

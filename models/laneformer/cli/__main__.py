@@ -1,3 +1,5 @@
+"""Run `laneformer` as `python -m laneformer.cli`."""
+
 from . import main
 
 main()

@@ -25,9 +25,8 @@ CONTROLS = {code: "\ufffd" for code in (*range(32), *range(127, 160)) if chr(cod
 class Chat:
     """Talk with a model in the terminal, in its own chat template.
 
-    Ctrl-C stops an answer, Ctrl-D leaves, /help lists the commands. A line that ends in a
-    backslash continues in the next; three
-    double quotes begin and end a message of several lines.
+    Ctrl-C stops an answer, Ctrl-D leaves, /help lists the commands. A line that ends in a backslash
+    continues in the next; three double quotes begin and end a message of several lines.
     """
 
     hf_dir: ModelName
@@ -75,8 +74,8 @@ class Terminal:
         self.options = options
         self.console = console
         self.interactive = sys.stdin.isatty() and sys.stdout.isatty()
-        self.left = False
-        self.thought = False  # the last text printed was reasoning
+        self.has_quit = False
+        self.in_reasoning = False  # the last text printed was reasoning
         sys.stdin.reconfigure(errors="replace", newline=None)  # type: ignore[union-attr]
         if self.interactive:
             with contextlib.suppress(ImportError):
@@ -90,17 +89,17 @@ class Terminal:
         self.console.print(text.translate(CONTROLS), style="dim")
 
     def show(self, piece: str) -> None:
-        if self.thought:
+        if self.in_reasoning:
             self.note("\n")
-            self.thought = False
+            self.in_reasoning = False
         print(piece.translate(CONTROLS), end="", flush=True)
 
-    def think(self, piece: str) -> None:
+    def show_reasoning(self, piece: str) -> None:
         self.console.print(piece.translate(CONTROLS), style="dim", end="")
-        self.thought = True
+        self.in_reasoning = True
 
     def converse(self) -> None:
-        while not self.left:
+        while not self.has_quit:
             try:
                 self.take_turn()
             except BrokenPipeError:
@@ -115,7 +114,7 @@ class Terminal:
     def take_turn(self) -> None:
         text = self.read_message()
         if text is None:
-            self.left = True
+            self.has_quit = True
         elif text.startswith("/"):
             self.run_command(*text[1:].split(maxsplit=1))
         elif text.strip():
@@ -158,13 +157,13 @@ class Terminal:
         reply = self.conversation.fit(messages)
         if dropped := len(messages) - len(reply.messages):
             self.note(f"the context is full: the {dropped} oldest messages are dropped")
-        self.conversation.complete(reply, self.show, self.think, **self.options)
+        self.conversation.complete(reply, self.show, self.show_reasoning, **self.options)
         self.show("\n")
         self.note(self.describe_reply(reply))
 
     def describe_reply(self, reply: Reply) -> str:
         times_s = reply.times_s
-        did = reply.statistics
+        statistics = reply.statistics
         figures = [f"{len(reply.ids)} tokens"]
         if len(times_s) > 1:
             figures.append(
@@ -172,9 +171,11 @@ class Terminal:
             )
         if times_s:
             figures.append(f"first after {times_s[0]:.2f} s")
-        figures.append(f"{did.reused_tokens} of {len(reply.prompt)} prompt tokens cached")
-        if did.proposed_tokens:
-            figures.append(f"{did.accepted_tokens} of {did.proposed_tokens} draft tokens right")
+        figures.append(f"{statistics.reused_tokens} of {len(reply.prompt)} prompt tokens cached")
+        if statistics.proposed_tokens:
+            figures.append(
+                f"{statistics.accepted_tokens} of {statistics.proposed_tokens} draft tokens right"
+            )
         if reply.interrupted:
             figures.append("stopped")
         elif len(reply.prompt) + len(reply.ids) > self.conversation.context_tokens:
@@ -200,7 +201,7 @@ class Terminal:
 
     def command_quit(self, _: str) -> None:
         """leave, as Ctrl-D does"""
-        self.left = True
+        self.has_quit = True
 
     def command_reset(self, _: str) -> None:
         """begin again; the system message stays"""

@@ -61,10 +61,10 @@ class Conversation:
 
     def fit(self, messages: list[Message]) -> Reply:
         """Return an empty reply, without the oldest turns where the context is too small."""
-        most = MAX_PROMPT * self.context_tokens
+        limit = MAX_PROMPT * self.context_tokens
         # Whole turns go, the oldest first; the system message stays
-        while len((reply := self._encode(messages)).prompt) > most:
-            most = SHORTENED_PROMPT * self.context_tokens
+        while len((reply := self._encode(messages)).prompt) > limit:
+            limit = SHORTENED_PROMPT * self.context_tokens
             instructions = [message for message in messages[:1] if message["role"] == SYSTEM]
             turns = [i for i, message in enumerate(messages) if message["role"] == USER]
             if len(turns) < 2:
@@ -101,11 +101,11 @@ class Conversation:
         self,
         reply: Reply,
         show: Callable[[str], None],
-        think: Callable[[str], None],
+        show_reasoning: Callable[[str], None],
         stop: Sequence[str] = (),
         **options: Any,
     ) -> None:
-        """Generate the reply; `show` gets its content, `think` its reasoning."""
+        """Generate the reply; `show` gets its content, `show_reasoning` its reasoning."""
         harmony = speaks_harmony(self.engine.tokenizer_config)
         reader = AnswerReader(None, begins_reasoning(self.tokenizer, reply.prompt), harmony)
         stream = TextStream(self.tokenizer, reply.prompt, not harmony)
@@ -115,7 +115,7 @@ class Conversation:
         def add(deltas: list[Delta]) -> None:
             for kind, text in deltas:
                 if kind == "reasoning":
-                    think(text)
+                    show_reasoning(text)
                 else:
                     reply.content += text
                     show(text)
@@ -155,11 +155,11 @@ def allow_one_interrupt() -> Iterator[None]:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         raise KeyboardInterrupt
 
-    before = signal.signal(signal.SIGINT, interrupt)
+    previous_handler = signal.signal(signal.SIGINT, interrupt)
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        signal.signal(signal.SIGINT, previous_handler)
 
 
 def read_messages(path: Path) -> list[Message]:

@@ -137,7 +137,6 @@ def display_name(path: Path) -> str:
 
 
 def list_models() -> list[LocalModel]:
-    """List the models in the caches of Hugging Face, Ollama and LM Studio."""
     models = [*list_hugging_face(), *list_ollama(), *list_lm_studio()]
     return sorted(models, key=lambda model: (model.keeper, model.name))
 
@@ -166,7 +165,6 @@ def select_first_parts(files: Iterable[Path]) -> list[Path]:
 
 
 def is_readable(path: Path) -> bool:
-    """Return False for a link that leads nowhere, and for another user's file."""
     return os.access(path, os.R_OK)
 
 
@@ -196,12 +194,11 @@ def list_lm_studio() -> Iterator[LocalModel]:
 
 @dataclass
 class Models:
-    """List the models in the caches of Hugging Face, Ollama and LM Studio, by the names that
-    commands take.
+    """List the models in the caches of Hugging Face, Ollama and LM Studio, by the names that commands take.
 
-    Beside each: its copies of packed weights, which make the next start fast. Together they take
-    at most LANEFORMER_PACKED_BYTES
-    (environment, default 32 GB); those used longest ago are deleted first.
+    Beside each: its copies of packed weights, which make the next start fast. Together they take at
+    most LANEFORMER_PACKED_BYTES (environment, default 32 GB); those used longest ago are deleted
+    first.
     """
 
     json: tyro.conf.FlagCreatePairsOff[bool] = False

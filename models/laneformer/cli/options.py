@@ -63,7 +63,6 @@ class ModelOptions:
     """
 
     def load(self, path: Path, **others: Any) -> Engine:
-        """Open the engine of a path or a model's name."""
         draft = {"draft": locate_model(self.draft)} if self.draft else {}
         return Engine.from_pretrained(locate_model(path), **self._list_flags() | draft, **others)
 

@@ -52,7 +52,6 @@ class Serve:
 
 
 def open_page(address: str) -> None:
-    """Open the page in a browser of the desktop."""
     # Without a display, a text browser would take over the terminal
     if sys.platform in ("darwin", "win32") or {"DISPLAY", "WAYLAND_DISPLAY", "BROWSER"} & set(
         os.environ

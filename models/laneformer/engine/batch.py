@@ -39,9 +39,9 @@ class Update:
 
 
 @dataclass
-class Joined:
+class JoinedRequest:
     request: Request
-    left: bool = False  # `leave` was called
+    has_left: bool = False  # `leave` was called
     last: Sequence[int] = ()  # its last token, once there is one
 
 
@@ -55,7 +55,7 @@ class Batch:
 
     def __init__(self, exclusive: ExclusiveDecoder, requests: Requests):
         self._exclusive, self._requests = exclusive, requests
-        self._joined: dict[int, Joined] = {}  # by ticket
+        self._joined: dict[int, JoinedRequest] = {}  # by ticket
         self._lock, self._collecting = threading.Lock(), threading.Lock()
         self._closed = False
         self._decoder = exclusive.acquire(self)
@@ -75,11 +75,9 @@ class Batch:
     def generation(
         self, prompt_ids: Sequence[int], *, masked: bool = False, **options: Any
     ) -> Request:
-        """Return the request of `join`."""
         return self._requests.generation(prompt_ids, options, masked=masked)
 
     def scoring(self, ids: Sequence[int], *, start: int = 1, top: int = 0) -> Request:
-        """Return the request of `score`."""
         return self._requests.scoring(ids, start, top)
 
     def begin(self, request: Request) -> int:
@@ -87,14 +85,14 @@ class Batch:
             if self._closed:
                 raise ValueError("this batch is closed")
             ticket = self._decoder.join([request])[0]
-            self._joined[ticket] = Joined(request)
+            self._joined[ticket] = JoinedRequest(request)
         return ticket
 
     def leave(self, ticket: int) -> None:
         """End a request at the next token, as "cancelled" unless it had ended."""
         with self._lock:
             if ticket in self._joined:
-                self._joined[ticket].left = True
+                self._joined[ticket].has_left = True
                 self._decoder.leave(ticket)
 
     def allow(self, ticket: int, index: int, mask: np.ndarray) -> None:
@@ -121,7 +119,7 @@ class Batch:
         statistics = Statistics(**c.ended.statistics)
         if c.ended.error is not None:
             return Update(c.ticket, tokens, "error", None, statistics, str(c.ended.error))
-        reason = finish_reason(request, joined.last, joined.left)
+        reason = finish_reason(request, joined.last, joined.has_left)
         if not request.score_from or reason != "stop" or scores is None:
             return Update(c.ticket, tokens, reason, None, statistics)
         scored = PromptLogprobs.of(
@@ -135,10 +133,10 @@ class Batch:
         return self._decoder.failure
 
     @property
-    def unanswered(self) -> bool:
+    def has_hung(self) -> bool:
         """Whether the device does not answer."""
         # where it does not, nothing of it can be freed, and only os._exit ends the process
-        return getattr(self._decoder, "unanswered", False)
+        return getattr(self._decoder, "has_hung", False)
 
     def cancel(self) -> None:
         """End all requests at the next token."""

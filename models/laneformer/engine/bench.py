@@ -46,7 +46,7 @@ def benchmark(
     prompt = random_prompt(engine, max(depth, 1))
     engine.generate(prompt[:1], max_new_tokens=8, ignore_eos=True)  # warm: pages, clocks
     segment = max(
-        1, round(MIN_SEGMENT_S / float(np.median(after(engine, prompt, 9).whole.token_s)))
+        1, round(MIN_SEGMENT_S / float(np.median(run_timed(engine, prompt, 9).whole.token_s)))
     )
     segment = max(1, min(segment, (context - len(prompt)) // (2 * SEGMENTS)))
     progress(f"{SEGMENTS} segments of {segment} tokens, a read probe before and after each")
@@ -54,19 +54,19 @@ def benchmark(
     # segment is compared with the probes before and after it: the same threads read a large buffer
     ids, token_s, probes = list(prompt), np.empty((SEGMENTS, segment)), [decoder.probe()]
     for i in range(SEGMENTS):
-        collected = after(engine, ids, segment + 1)
+        collected = run_timed(engine, ids, segment + 1)
         ids += collected.tokens[:segment]
         token_s[i] = collected.whole.token_s
         probes.append(decoder.probe())
 
     tokens_per_s = segment / token_s.sum(1)
     probe = (np.array(probes[:-1]) + np.array(probes[1:])) / 2
-    read = bytes_per_token(engine, len(prompt) + SEGMENTS * segment / 2)
+    token_bytes = bytes_per_token(engine, len(prompt) + SEGMENTS * segment / 2)
     return {
         **spread("tokens_per_s", tokens_per_s),
-        "bytes_per_token": int(read),
+        "bytes_per_token": int(token_bytes),
         "probe_bytes_per_s": float(np.median(probe)),
-        **spread("percent_of_probe", 100 * read * tokens_per_s / probe),
+        **spread("percent_of_probe", 100 * token_bytes * tokens_per_s / probe),
         "token_s_p50": float(np.median(token_s)),
         "token_s_p99": float(np.percentile(token_s, 99)),
         **prompts,
@@ -88,15 +88,15 @@ def prompt_speed(engine: Engine, length: int) -> dict[str, float]:
     # the probe: matrix products of a layer's own shapes, with weights in the caches
     first_s, probes = [], [decoder.probe_products()]
     for _ in range(PROMPTS):
-        collected = after(engine, random_prompt(engine, length), 1, reuse_prefix=False)
+        collected = run_timed(engine, random_prompt(engine, length), 1, reuse_prefix=False)
         first_s.append(collected.whole.first_token_s)
         probes.append(decoder.probe_products())
     probe = (np.array(probes[:-1]) + np.array(probes[1:])) / 2
     shapes = engine.config.tensor_shapes().items()
     experts = variant_of(engine.config).experts
-    taken = experts.active / experts.total if experts else 1.0
+    active_share = experts.active / experts.total if experts else 1.0
     products = sum(
-        math.prod(shape) * (taken if "feed_forward" in name else 1.0)
+        math.prod(shape) * (active_share if "feed_forward" in name else 1.0)
         for name, shape in shapes
         if name.startswith("layers.") and any(f".{matrix}.weight" in name for matrix in MATRICES)
     )
@@ -109,7 +109,7 @@ def prompt_speed(engine: Engine, length: int) -> dict[str, float]:
     }
 
 
-def after(
+def run_timed(
     engine: Engine,
     prompt: list[int],
     tokens: int,
@@ -134,17 +134,17 @@ def synthetic(engine: Engine, acceptance: Sequence[float], depth: int = 0) -> di
     for i, odds in enumerate(acceptance):
         in_range(f"acceptance[{i}]", odds, float, 0.0, 1.0)
     fields = {"acceptance": list(acceptance)}
-    return {**fields, **on_and_off(engine, depth, fields, len(acceptance), replays=True)}
+    return {**fields, **compare_drafting(engine, depth, fields, len(acceptance), replays=True)}
 
 
 def measure_drafts(engine: Engine, depth: int = 0) -> dict[str, Any]:
     """Measure speed-up and acceptance of the model's own head on greedy text after random ids."""
     assert engine.draft_head is not None, "a model without a head that drafts"
-    figures = on_and_off(engine, depth, {}, MAX_DRAFT_TOKENS, replays=False)
+    figures = compare_drafting(engine, depth, {}, MAX_DRAFT_TOKENS, replays=False)
     return {**dataclasses.asdict(engine.draft_head), **figures}
 
 
-def on_and_off(
+def compare_drafting(
     engine: Engine, depth: int, fields: Mapping[str, Any], speculate: int, replays: bool
 ) -> dict[str, Any]:
     """Measure decoding with and without drafts in turn."""
@@ -160,15 +160,15 @@ def on_and_off(
     seconds, passes, proposed, accepted = [], [], 0, 0
     for turn in range(DRAFTED_ROUNDS + 1):  # the first one learns what columns cost
         options = {"reuse_prefix": replays}  # else the outputs of earlier turns would be drafted
-        plain = after(engine, prompt, tokens, replay, **options).whole
-        quick = after(
+        plain = run_timed(engine, prompt, tokens, replay, **options).whole
+        drafted = run_timed(
             engine, prompt, tokens, {**replay, **fields}, speculate=speculate, **options
         ).whole
         if turn:
-            seconds.append((float(plain.token_s.sum()), float(quick.token_s.sum())))
-            passes.append(tokens / (tokens - quick.statistics["accepted_tokens"]))
-            proposed += quick.statistics["proposed_tokens"]
-            accepted += quick.statistics["accepted_tokens"]
+            seconds.append((float(plain.token_s.sum()), float(drafted.token_s.sum())))
+            passes.append(tokens / (tokens - drafted.statistics["accepted_tokens"]))
+            proposed += drafted.statistics["proposed_tokens"]
+            accepted += drafted.statistics["accepted_tokens"]
     without, with_drafts = np.array(seconds).T
     return {
         "tokens_per_s": (tokens - 1) / float(np.median(with_drafts)),
@@ -180,7 +180,6 @@ def on_and_off(
 
 
 def bytes_per_token(engine: Engine, positions: float) -> float:
-    """Return the bytes that the CPU engine reads for one token."""
     return engine.weight_bytes + engine.config.cached_bytes(positions, *KV_BYTES[engine.kv_dtype])
 
 
@@ -206,8 +205,8 @@ def slower_link(engine: Engine, link_us: float) -> dict[str, float]:
         )
     # the first turn only warms up
     turns = [link_speeds(engine, (0.0, link_us)) for _ in range(LINK_ROUNDS + 1)]
-    without, behind = np.median(turns[1:], axis=0).tolist()
-    return {"us": link_us, "tokens_per_s": behind, "tokens_per_s_without": without}
+    without, with_link = np.median(turns[1:], axis=0).tolist()
+    return {"us": link_us, "tokens_per_s": with_link, "tokens_per_s_without": without}
 
 
 def link_speeds(engine: Engine, links_us: Sequence[float]) -> list[float]:
@@ -218,7 +217,7 @@ def link_speeds(engine: Engine, links_us: Sequence[float]) -> list[float]:
     tokens: list[list[int]] = []
     for link_us in links_us:
         decoder.set_latency(1e-6 * link_us)
-        collected = after(engine, random_prompt(engine, 1), LINK_TOKENS)
+        collected = run_timed(engine, random_prompt(engine, 1), LINK_TOKENS)
         speeds.append(1 / float(np.median(collected.whole.token_s)))
         tokens.append(collected.tokens)
         if tokens[-1] != tokens[0]:

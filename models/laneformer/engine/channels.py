@@ -104,14 +104,14 @@ class AnswerReader:
         # within the reasoning, which the prompt may have opened already
         self.inside = inside
         self._calls = calls
-        self._held, self._ended = "", False  # unread text, and whether no more will come
-        self._chosen = ""  # the id or number in the last mark
+        self._unread, self._ended = "", False  # unread text, and whether no more will come
+        self._choice = ""  # the id or number in the last mark
         self._deltas: list[Delta] = []
         self._reading = self._read_harmony() if harmony else self._read_answer()
 
     def push(self, text: str) -> list[Delta]:
         """Return the deltas that no later text can change."""
-        self._held += text
+        self._unread += text
         next(self._reading, None)
         deltas, self._deltas = self._deltas, []
         return deltas
@@ -124,36 +124,36 @@ class AnswerReader:
     # Each `yield` of these generators waits for more text, or its end.
 
     def _read_answer(self) -> Generator[None, None, None]:
-        opened = self._held.lstrip()
+        opened = self._unread.lstrip()
         while not self.inside and BEGIN.startswith(opened) and opened != BEGIN and not self._ended:
             yield
-            opened = self._held.lstrip()
+            opened = self._unread.lstrip()
         if not self.inside and opened.startswith(BEGIN):
-            self.inside, self._held = True, opened.removeprefix(BEGIN)
+            self.inside, self._unread = True, opened.removeprefix(BEGIN)
         if self.inside:
             yield from self._pass_on("reasoning", [END], stripped=True)
             self.inside = False
-            while not self._held.strip() and not self._ended:
+            while not self._unread.strip() and not self._ended:
                 yield
-            self._held = self._held.lstrip()
+            self._unread = self._unread.lstrip()
         if self._calls is None:
             yield from self._pass_on("text", [])
         else:
             yield from self._read_calls(self._calls)
 
     def _read_calls(self, form: CallForm) -> Generator[None, None, None]:
-        while not self._held and not self._ended:
+        while not self._unread and not self._ended:
             yield
-        only_text = form.marker == "{" and not self._held.startswith("{")
+        only_text = form.marker == "{" and not self._unread.startswith("{")
         if (yield from self._pass_on("text", [] if only_text else [form.marker])) is None:
             return
-        self._held = form.marker + self._held
+        self._unread = form.marker + self._unread
         begin: str | None = form.begin
         while begin is not None and (yield from self._take_until(begin)) is not None:
             name = yield from self._take_until(form.middle)
             if name is None:
                 return
-            chosen, self._chosen = self._chosen, ""
+            chosen, self._choice = self._choice, ""
             counts = chosen and CALL_NUMBER in form.begin + form.middle
             self._add("id", f"{FUNCTIONS}{name}:{chosen}" if counts else chosen)
             self._add("call", name)
@@ -164,12 +164,12 @@ class AnswerReader:
         arguments = ""  # JSON, up to the end of its object
         while True:
             place, end = len(arguments), None
-            arguments += self._held
-            if "}" in self._held:
+            arguments += self._unread
+            if "}" in self._unread:
                 with contextlib.suppress(ValueError):  # not complete yet
                     end = OBJECT.raw_decode(arguments)[1]
             self._add("arguments", arguments[place:end])
-            self._held = "" if end is None else arguments[end:]
+            self._unread = "" if end is None else arguments[end:]
             if end is not None or self._ended:
                 return
             yield
@@ -178,15 +178,15 @@ class AnswerReader:
         # messages: HEADER<|message|>TEXT<|end|>; what has no header is text
         kinds: set[str] = set()  # of the messages so far
         while True:
-            while self._may_begin_header() and MESSAGE not in self._held and not self._ended:
+            while self._may_begin_header() and MESSAGE not in self._unread and not self._ended:
                 yield
             header = ""
-            if self._held.lstrip().startswith(HEADER_BEGINS):
-                if MESSAGE not in self._held:
+            if self._unread.lstrip().startswith(HEADER_BEGINS):
+                if MESSAGE not in self._unread:
                     return  # the beginning of a header is no text
-                header, _, self._held = self._held.partition(MESSAGE)
+                header, _, self._unread = self._unread.partition(MESSAGE)
             elif self._ended:
-                return self._add("text", self._held)
+                return self._add("text", self._unread)
             kind = self._begin_message(header)
             if kind in kinds:
                 self._add(kind, "\n\n")
@@ -197,13 +197,13 @@ class AnswerReader:
             if mark is None:
                 return
             self.inside = False
-            self._held = self._held if mark in ENDS else mark + self._held
+            self._unread = self._unread if mark in ENDS else mark + self._unread
 
     def _begin_message(self, header: str) -> str:
         # a header names a channel, and in "to=" a recipient
         channel = re.search(re.escape(CHANNEL) + r"\s*(\w+)", header)
-        spoken_to = re.search(r"\bto=([^\s<]+)", header)
-        name = spoken_to[1] if spoken_to else ""
+        recipient = re.search(r"\bto=([^\s<]+)", header)
+        name = recipient[1] if recipient else ""
         if self._calls is not None and name.startswith(FUNCTIONS):
             self._add("call", name.removeprefix(FUNCTIONS))
             return "arguments"
@@ -212,8 +212,10 @@ class AnswerReader:
         return "reasoning" if self.inside else "text"
 
     def _may_begin_header(self) -> bool:
-        held = self._held.lstrip()
-        return any(held.startswith(begin) or begin.startswith(held) for begin in HEADER_BEGINS)
+        pending = self._unread.lstrip()
+        return any(
+            pending.startswith(begin) or begin.startswith(pending) for begin in HEADER_BEGINS
+        )
 
     def _take_until(self, mark: str) -> Generator[None, None, str | None]:
         # the text before a mark, None where the answer ends first
@@ -221,15 +223,15 @@ class AnswerReader:
         for part in re.split(CHOSEN, mark):
             # an empty last part: what was chosen ends where the arguments begin
             end = part or "{"
-            while end not in self._held:
+            while end not in self._unread:
                 if self._ended:
                     return None
                 yield
-            place = self._held.index(end)
-            texts.append(self._held[:place])
-            self._held = self._held[place + len(part) :]
+            place = self._unread.index(end)
+            texts.append(self._unread[:place])
+            self._unread = self._unread[place + len(part) :]
         # the id or number that the model chose within the mark
-        self._chosen = "".join(texts[1:]) or self._chosen
+        self._choice = "".join(texts[1:]) or self._choice
         return texts[0]
 
     def _pass_on(
@@ -238,8 +240,8 @@ class AnswerReader:
         """Add text up to one of the marks; return that mark, None at the answer's end."""
         stops, space, begun = StopStrings(marks), "", False
         while True:
-            text = space + stops.push(self._held)
-            self._held = stops.held.removeprefix(stops.found) if stops.found else ""
+            text = space + stops.push(self._unread)
+            self._unread = stops.held.removeprefix(stops.found) if stops.found else ""
             if self._ended:
                 text += stops.finish()
             if stripped:

@@ -251,7 +251,6 @@ class PromptLogprobs:
 
     @staticmethod
     def of(ids: Sequence[int], scores: Scores, top: int) -> PromptLogprobs:
-        """Convert a decoder's scores of these ids."""
         logprobs, *tops = scores
         top_ids, top_logprobs = (values.reshape(len(ids), top) for values in tops)
         # the first of equally likely ids is the lowest, which greedy decoding takes

@@ -30,11 +30,11 @@ def load_draft_model(
     """Let a small model draft for the decoder's; ValueError for another vocabulary."""
     path = source.path
     checkpoint = read_checkpoint(path, None, decoder.threads)
-    own, other = (
+    vocabulary, draft_vocabulary = (
         read_vocabulary(source.tokenizer, config),
         read_vocabulary(checkpoint.tokenizer, checkpoint.config),
     )
-    if own != other:
+    if vocabulary != draft_vocabulary:
         raise ValueError(
             f"draft = {str(path)!r} has another vocabulary than the model: its {checkpoint.config.vocab_size} ids "
             f"would not mean what the model's {config.vocab_size} do; take a small model of the same family"

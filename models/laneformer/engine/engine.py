@@ -115,10 +115,10 @@ class Engine:
         """Generate, with log-probabilities (option `logprobs`), finish reason and statistics."""
         request = self._requests.generation(prompt_ids, options, quiet=True)
         call = self._call(request)
-        news = call.finish(even_cancelled=True)
-        tokens = GeneratedToken.attach_scores(news.tokens, news.scores)
-        reason = finish_reason(request, news.tokens, call.cancelled)
-        return Generation(tokens, reason, len(request.prompt), Statistics(**news.whole.statistics))
+        last = call.finish(even_cancelled=True)
+        tokens = GeneratedToken.attach_scores(last.tokens, last.scores)
+        reason = finish_reason(request, last.tokens, call.cancelled)
+        return Generation(tokens, reason, len(request.prompt), Statistics(**last.whole.statistics))
 
     def stream_detailed(self, prompt_ids: Sequence[int], **options: Any) -> Stream[GeneratedToken]:
         """Yield the tokens of `generate_detailed` as they come."""

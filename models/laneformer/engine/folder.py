@@ -93,11 +93,11 @@ def read_checkpoint(
         raise ValueError(
             f"lanes = {lanes}: this model was trained with {config.num_lanes}; leave the option out"
         )
-    own = {plain_name(name): tensor for name, tensor in stored.items()}
+    weights = {plain_name(name): tensor for name, tensor in stored.items()}
     check_shapes(
-        "the checkpoint", {name: t.values.shape for name, t in own.items()}, config.tensor_shapes()
+        "the checkpoint", {n: w.values.shape for n, w in weights.items()}, config.tensor_shapes()
     )
-    return Checkpoint(config, own, eos_ids(folder, values, config), files, *read_texts(folder))
+    return Checkpoint(config, weights, eos_ids(folder, values, config), files, *read_texts(folder))
 
 
 def refuse_adapter(folder: Path) -> None:
@@ -106,13 +106,13 @@ def refuse_adapter(folder: Path) -> None:
     if not (folder / "adapter_config.json").is_file():
         return
     base = read_json(folder / "adapter_config.json").get("base_model_name_or_path")
-    what = (
+    kind = (
         "an adapter beside a model"
         if (folder / "config.json").is_file()
         else "an adapter, no model"
     )
     raise ValueError(
-        f"{folder} holds {what} (adapter_config.json, of {base!r}), and adapters are not read; merge it into its model "
+        f"{folder} holds {kind} (adapter_config.json, of {base!r}), and adapters are not read; merge it into its model "
         "(PEFT's merge_and_unload), or remove it"
     )
 
@@ -130,18 +130,18 @@ def check_tables(config: LaneformerConfig) -> None:
 
 def with_context(config: LaneformerConfig, tokens: int, kv_dtype: str = "auto") -> LaneformerConfig:
     """Return the config with this context; ValueError where it does not fit into memory."""
-    drafts = (
+    draft_bytes = (
         4 * config.num_nextn_predict_layers * config.head_dim * config.num_key_value_heads * tokens
     )
-    needed = (
+    needed_bytes = (
         config.cached_bytes(tokens, *KV_BYTES.get(kv_dtype, KV_BYTES["fp16"]))
-        + drafts
+        + draft_bytes
         + 4 * config.head_dim * tokens
     )
-    if needed > (there := memory_bytes()):
+    if needed_bytes > (available_bytes := memory_bytes()):
         raise ValueError(
-            f"context_tokens = {tokens} needs {needed / 1e9:,.1f} GB of keys, values, rotary tables; "
-            f"this machine has {there / 1e9:,.1f} GB"
+            f"context_tokens = {tokens} needs {needed_bytes / 1e9:,.1f} GB of keys, values, rotary tables; "
+            f"this machine has {available_bytes / 1e9:,.1f} GB"
         )
     return dataclasses.replace(config, max_position_embeddings=tokens)
 
@@ -168,12 +168,12 @@ def read_gguf(
         GenerationOptions(**sampling)
     except ValueError as error:
         raise ValueError(f"{path}: general.sampling says {error}") from None
-    own = TextFiles(texts.tokenizer, vocabulary.tokenizer_config(), sampling)
+    file_texts = TextFiles(texts.tokenizer, vocabulary.tokenizer_config(), sampling)
     if texts.tokenizer is None:
-        texts = own._replace(tokenizer=tokenizer_of(vocabulary))
+        texts = file_texts._replace(tokenizer=tokenizer_of(vocabulary))
     else:
         check_pieces(path, texts.tokenizer, vocabulary)
-        texts = texts.fill_from(own)
+        texts = texts.fill_from(file_texts)
     return Checkpoint(
         config, tensors, tuple(vocabulary.eos_ids()), file.files, *texts, dtype=file.dtype
     )
@@ -190,13 +190,12 @@ def check_pieces(path: Path, tokenizer: Tokenizer, vocabulary: Vocabulary) -> No
 
 
 def config_of(values: dict[str, Any]) -> LaneformerConfig:
-    """Check the values of a `config.json`; ValueError for bad values and misspelt keys."""
-    known = [field.name for field in dataclasses.fields(LaneformerConfig)]
+    names = [field.name for field in dataclasses.fields(LaneformerConfig)]
     values = modern_spelling(values)
     # Transformers writes other keys, too, so only one close to a known key is an error
     for key in values:
-        near = difflib.get_close_matches(key, known, n=1, cutoff=0.85)
-        if key not in known and near and near[0] not in values:
+        near = difflib.get_close_matches(key, names, n=1, cutoff=0.85)
+        if key not in names and near and near[0] not in values:
             raise ValueError(f"unknown config key {key!r}; did you mean {near[0]!r}?")
     missing = [
         name
@@ -206,7 +205,7 @@ def config_of(values: dict[str, Any]) -> LaneformerConfig:
     if missing:
         raise ValueError(f"config.json lacks {missing}")
     try:
-        return LaneformerConfig.from_dict({name: values[name] for name in known if name in values})
+        return LaneformerConfig.from_dict({name: values[name] for name in names if name in values})
     except TypeError as error:
         raise ValueError(f"config.json holds a value of the wrong type: {error}") from None
 

@@ -75,7 +75,6 @@ def read_model(
 
 
 def random_tensors(config: LaneformerConfig, dtype: str, seed: int) -> RandomTensors:
-    """Return random tensors of the config's shapes."""
     # int8 and int4 are made of the bf16 weights of the same seed
     one_of("dtype of random weights", dtype, [name for name in MATRIX_DTYPES if name != AS_IN_FILE])
     return RandomTensors(config, "bf16" if dtype in ("int8", "int4") else dtype, seed)
@@ -90,7 +89,7 @@ def load_decoder(
     draft: DraftSource | None = None,
     **options: Any,
 ) -> Decoder:
-    """Load the model on its device; ValueError for options that the device does not have."""
+    """Load the model; ValueError for options that its device does not have."""
     dtype = dtype_name(dtype)
     one_of("dtype", dtype, ("auto", *MATRIX_DTYPES))
     devices = cuda_devices(device)

@@ -80,8 +80,8 @@ def performance_cpus(root: Path, allowed: set[int]) -> set[int]:
     capacity = {
         cpu: float(text(devices / f"system/cpu/cpu{cpu}/cpu_capacity") or 0) for cpu in allowed
     }
-    enough = PERFORMANCE_CAPACITY * max(capacity.values())
-    return {cpu for cpu in allowed - slow if capacity[cpu] >= enough} or allowed
+    min_capacity = PERFORMANCE_CAPACITY * max(capacity.values())
+    return {cpu for cpu in allowed - slow if capacity[cpu] >= min_capacity} or allowed
 
 
 def quota_cpus(root: Path) -> float | None:
@@ -107,22 +107,22 @@ def control_groups(root: Path, controller: str = "cpu") -> Iterator[Path]:
 
 def limits(folder: Path) -> Iterator[float]:
     quota, _, period = text(folder / "cpu.max").partition(" ")
-    for value, each in (
+    for value, unit in (
         (quota, period),
         *((text(folder / f"cpu.cfs_{name}_us") for name in ("quota", "period")),),
     ):
-        if value.isdigit() and each.isdigit() and int(value) and int(each):  # none is "max", or -1
-            yield int(value) / int(each)
+        if value.isdigit() and unit.isdigit() and int(value) and int(unit):  # none is "max", or -1
+            yield int(value) / int(unit)
 
 
 def fast_cores() -> int:
     """Return the number of performance cores on macOS, if known, else 0."""
     if sys.platform != "darwin":
         return 0
-    asked = subprocess.run(
+    sysctl = subprocess.run(
         ["sysctl", "-n", "hw.perflevel0.physicalcpu"], capture_output=True, text=True
     )
-    return int(asked.stdout) if asked.stdout.strip().isdigit() else 0
+    return int(sysctl.stdout) if sysctl.stdout.strip().isdigit() else 0
 
 
 def memory_bytes() -> int:
@@ -132,14 +132,14 @@ def memory_bytes() -> int:
 def free_memory_bytes(root: Path = Path("/")) -> int:
     """Return the bytes that are free on the machine and within the limits of the control groups."""
     available = re.search(r"MemAvailable:\s+(\d+) kB", text(root / "proc/meminfo"))
-    left = [1024 * int(available[1]) if available else memory_bytes()]
+    free_bytes = [1024 * int(available[1]) if available else memory_bytes()]
     for folder in control_groups(root, "memory"):
         limit = text(folder / "memory.max") or text(folder / "memory.limit_in_bytes")
         if limit.isdigit():
             # the page cache counts against the limit, but can be reclaimed
             used = dict(line.split() for line in text(folder / "memory.stat").splitlines())
-            left += [int(limit) - sum(int(used.get(name, 0)) for name in NOT_RECLAIMED)]
-    return max(0, min(left))
+            free_bytes += [int(limit) - sum(int(used.get(name, 0)) for name in NOT_RECLAIMED)]
+    return max(0, min(free_bytes))
 
 
 def file_system(path: Path, root: Path = Path("/")) -> str:
@@ -150,9 +150,9 @@ def file_system(path: Path, root: Path = Path("/")) -> str:
     return next((mount[mount.index("-") + 1] for mount in mounts if mount[2] == name), "")
 
 
-def cpu_list(listed: str) -> set[int]:
+def cpu_list(ranges_text: str) -> set[int]:
     # such as "0-3,8"
-    ranges = [part.partition("-") for part in listed.split(",") if part]
+    ranges = [part.partition("-") for part in ranges_text.split(",") if part]
     return {cpu for first, _, last in ranges for cpu in range(int(first), int(last or first) + 1)}
 
 

@@ -53,8 +53,7 @@ class GenerationOptions:
     3. logit_bias: {id: value added}.
     4. min_new_tokens: stop ids are impossible before this many tokens.
     5. temperature, then top_k (0: off), top_p (the fewest likely tokens that reach this probability), min_p (tokens at
-       least this many times as likely as the likeliest). Tokens with equal logits are
-       kept or dropped together.
+       least this many times as likely as the likeliest). Tokens with equal logits are kept or dropped together.
     stop_ids: end after one of these, which is returned as the last token; the model's own end-of-text ids
     are added unless ignore_eos. logprobs: for each token its log-probability and those of this many
     likeliest ids, of the model's own distribution (before step 1); None: none. Only for
@@ -121,18 +120,18 @@ class GenerationOptions:
     @classmethod
     def from_kwargs(cls, options: Mapping[str, Any]) -> GenerationOptions:
         """Make options by name; ValueError for an unknown name, with the nearest known one."""
-        known = [field.name for field in dataclasses.fields(cls)]
+        names = [field.name for field in dataclasses.fields(cls)]
         for name in options:
-            if name not in known:
-                near = difflib.get_close_matches(name, known, n=1)
-                hint = f"did you mean {near[0]!r}?" if near else f"choose from {known}"
+            if name not in names:
+                near = difflib.get_close_matches(name, names, n=1)
+                hint = f"did you mean {near[0]!r}?" if near else f"choose from {names}"
                 raise ValueError(f"unknown option {name!r}; {hint}")
         return cls(**options)
 
 
 def one_of(name: str, value: Any, choices: Iterable[str]) -> None:
-    if value not in (known := tuple(choices)):
-        raise ValueError(f"{name} = {value!r} is unknown; choose from {known}")
+    if value not in (allowed := tuple(choices)):
+        raise ValueError(f"{name} = {value!r} is unknown; choose from {allowed}")
 
 
 def check_flag(name: str, value: object) -> None:
@@ -154,14 +153,14 @@ def sampling_defaults(generation_config: Mapping[str, Any]) -> dict[str, Any]:
     # top_k is 50 unless given; do_sample = false is a temperature of 0
     settings = {name: value for name, value in generation_config.items() if value is not None}
     names = ["repetition_penalty"]
-    wanted: dict[str, Any] = {}
+    recommended: dict[str, Any] = {}
     if settings.get("do_sample"):
         names += ["temperature", "top_k", "top_p", "min_p"]
-        wanted = {"temperature": 1.0, "top_k": 50}
-    wanted |= {name: settings[name] for name in names if name in settings}
-    off = vars(GenerationOptions())
-    options = vars(GenerationOptions(**wanted))  # ValueError for what the file gets wrong
-    changed = {name: options[name] for name in wanted if options[name] != off[name]}
+        recommended = {"temperature": 1.0, "top_k": 50}
+    recommended |= {name: settings[name] for name in names if name in settings}
+    defaults = vars(GenerationOptions())
+    options = vars(GenerationOptions(**recommended))  # ValueError for what the file gets wrong
+    changed = {name: options[name] for name in recommended if options[name] != defaults[name]}
     return {"temperature": 0.0, **changed} if settings.get("do_sample") is False else changed
 
 
@@ -171,14 +170,13 @@ def conversation_defaults(defaults: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def batch_seeds(seed: int, prompts: int) -> list[int]:
-    """Return a seed for each prompt; the first is `seed` itself."""
     return [(seed + i * SEED_STEP) % 2**64 for i in range(prompts)]
 
 
 def in_range(name: str, value: Any, kind: type, low: float, high: float) -> Any:
     """Return the value as `kind` (int or float); ValueError unless it is one, finite and in low .. high."""
-    allowed = (int, np.integer) if kind is int else (int, float, np.integer, np.floating)
-    if isinstance(value, bool) or not isinstance(value, allowed) or not math.isfinite(value):
+    types = (int, np.integer) if kind is int else (int, float, np.integer, np.floating)
+    if isinstance(value, bool) or not isinstance(value, types) or not math.isfinite(value):
         raise ValueError(
             f"{name} = {value!r} must be {'an integer' if kind is int else 'a finite number'}"
         )

@@ -100,9 +100,9 @@ def check_ids(ids: Any, vocab_size: int, what: str) -> list[int]:
         raise ValueError(
             f"{what} must be a flat sequence of integers, not {type(ids).__name__} of shape {array.shape}"
         )
-    bad = array[(array < 0) | (array >= vocab_size)] if array.size else array
-    if bad.size:
+    invalid = array[(array < 0) | (array >= vocab_size)] if array.size else array
+    if invalid.size:
         raise ValueError(
-            f"{what} holds {int(bad[0])}, outside the vocabulary of 0 to {vocab_size - 1}"
+            f"{what} holds {int(invalid[0])}, outside the vocabulary of 0 to {vocab_size - 1}"
         )
     return [int(i) for i in array]

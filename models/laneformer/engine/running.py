@@ -113,9 +113,9 @@ class Call:
         """Yield one by one what `read` makes of new token ids and their scores."""
         # nothing runs before the first result is asked for: an iterator that is never advanced
         # must not leave a request running
-        with contextlib.closing(self._decode()) as all_news:
-            for news in all_news:
-                yield from read(news.tokens, news.scores)
+        with contextlib.closing(self._decode()) as progress:
+            for collected in progress:
+                yield from read(collected.tokens, collected.scores)
         self.expect_finished()
 
     def cancel(self) -> None:
@@ -140,10 +140,10 @@ class Call:
                 if self.cancelled:  # before it began
                     decoder.leave_all()
             while decoder.running:
-                for news in decoder.collect(SIGNAL_POLL_S):
-                    if news.ended is not None and news.ended.error is not None:
-                        raise news.ended.error
-                    yield news
+                for collected in decoder.collect(SIGNAL_POLL_S):
+                    if collected.ended is not None and collected.ended.error is not None:
+                        raise collected.ended.error
+                    yield collected
         finally:
             # where the generator is closed early, end the request and wait for that
             with self._lock:
@@ -187,7 +187,7 @@ DECODERS: weakref.WeakSet[ExclusiveDecoder] = weakref.WeakSet()
 
 
 @atexit.register
-def end_all() -> None:
+def close_all() -> None:
     # a thread that returns from C++ while the interpreter shuts down would abort the process
     for stream in tuple(STREAMS):
         stream.close()

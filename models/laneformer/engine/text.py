@@ -41,11 +41,11 @@ class TextStream:
     def _count_unfinished(self) -> int:
         # tokens at the end that may still become a character; older ones cannot
         names = [self.tokenizer.id_to_token(token) or "" for token in self.ids[-LONGEST_BYTES:]]
-        found = [re.fullmatch("<0x([0-9A-F]{2})>", name) for name in names]
-        if found[-1] is None:
+        byte_matches = [re.fullmatch("<0x([0-9A-F]{2})>", name) for name in names]
+        if byte_matches[-1] is None:
             return LONGEST_UNFINISHED
         # byte tokens: one that ends a literal U+FFFD leaves nothing to wait for
-        last = [int(byte[1], 16) for byte in found[-1 : -len(found) - 1 : -1] if byte]
+        last = [int(byte[1], 16) for byte in byte_matches[-1 : -len(byte_matches) - 1 : -1] if byte]
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
         decoder.decode(bytes(last[::-1]))
         return len(decoder.getstate()[0])
@@ -53,10 +53,10 @@ class TextStream:
     def _piece(self, end: int) -> str:
         # decoding depends on the neighbours (a leading space, bytes that form one character), so a
         # piece is the difference of two decodings that start at the same token
-        before, now = self._decode(self.shown), self._decode(end)
-        if len(now) > len(before):
+        text_before, text_now = self._decode(self.shown), self._decode(end)
+        if len(text_now) > len(text_before):
             self.start, self.shown = self.shown, end
-        return now[len(before) :]
+        return text_now[len(text_before) :]
 
     def _decode(self, end: int) -> str:
         return self.tokenizer.decode(self.ids[self.start : end], self.skip_special_tokens)
@@ -96,8 +96,8 @@ class StopStrings:
 
     def finish(self) -> str:
         """Return the text held back; empty when a stop string was found."""
-        held, self.held = self.held, ""
-        return "" if self.found else held
+        rest, self.held = self.held, ""
+        return "" if self.found else rest
 
     def _count_begun(self, stop: str) -> int:
         # length of the longest end of the held text that begins this stop string

@@ -45,8 +45,8 @@ def read_texts(folder: Path) -> TextFiles:
     if "added_tokens_decoder" not in values:  # older folders
         values |= read_optional(folder / "special_tokens_map.json")
     files = {path.stem: path for path in (folder / "additional_chat_templates").glob("*.jinja")}
-    if (plain := folder / "chat_template.jinja").is_file():
-        files["default"] = plain
+    if (default_template := folder / "chat_template.jinja").is_file():
+        files["default"] = default_template
     if files:  # newer folders
         templates = {name: path.read_text(encoding="utf-8") for name, path in files.items()}
         values["chat_template"] = templates["default"] if files.keys() == {"default"} else templates
@@ -83,21 +83,21 @@ def tokens_beside(folder: Path, tokenizer: Tokenizer, values: dict[str, Any]) ->
 
     lists = [values[name] for name in EXTRA if isinstance(values.get(name), list)]
     extra = [token for tokens in lists for token in tokens]
-    named = [values[name] for name in SPECIAL if values.get(name)] + extra
-    texts = [token["content"] if isinstance(token, dict) else token for token in named]
-    own = tokenizer.get_added_tokens_decoder()
+    special_tokens = [values[name] for name in SPECIAL if values.get(name)] + extra
+    special = [token["content"] if isinstance(token, dict) else token for token in special_tokens]
+    own_tokens = tokenizer.get_added_tokens_decoder()
     added = {
         int(i): AddedToken(**token) for i, token in values.get("added_tokens_decoder", {}).items()
     }
     if "added_tokens_decoder" not in values:
         for text, i in read_optional(folder / "added_tokens.json").items():
-            if i not in own:
-                added[i] = AddedToken(text, normalized=text not in texts, special=text in texts)
-    there = {repr(token) for token in own.values()}
-    tokens = [token for _, token in sorted(added.items()) if repr(token) not in there]
-    known = {token.content for token in (*own.values(), *tokens)}
+            if i not in own_tokens:
+                added[i] = AddedToken(text, normalized=text not in special, special=text in special)
+    present = {repr(token) for token in own_tokens.values()}
+    tokens = [token for _, token in sorted(added.items()) if repr(token) not in present]
+    contents = {token.content for token in (*own_tokens.values(), *tokens)}
     return tokens + [
-        AddedToken(text, special=True) for text in dict.fromkeys(texts) if text not in known
+        AddedToken(text, special=True) for text in dict.fromkeys(special) if text not in contents
     ]
 
 

@@ -1,3 +1,1 @@
-"""Laneformer for Hugging Face Transformers: config, models, tokenizer and chat template
-of an exported folder.
-"""
+"""Laneformer for Hugging Face Transformers: config, models, tokenizer and template of an exported folder."""

@@ -150,8 +150,8 @@ def copy_tokenizer(
 ) -> tuple[dict[str, str], dict[str, int]]:
     """Write the tokenizer's files; return its special tokens and the ids that config.json names."""
     # the run's chat template, or else the published one
-    own_template = run_folder / CHAT_TEMPLATE.name
-    template = own_template if own_template.is_file() else CHAT_TEMPLATE
+    run_template = run_folder / CHAT_TEMPLATE.name
+    template = run_template if run_template.is_file() else CHAT_TEMPLATE
     tokenizer, special = write_tokenizer(path, folder, config.max_position_embeddings, template)
     if (pieces := 1 + max(tokenizer.get_vocab().values())) > config.vocab_size:
         raise ValueError(
@@ -175,7 +175,6 @@ def locate_checkpoint(checkpoint: Path) -> Path:
 
 
 def locate_tokenizer(run_folder: Path) -> Path:
-    """Return the path of the run's tokenizer.json, else of its tokenizer.model, even if missing."""
     path = run_folder / "tokenizer.json"
     return path if path.is_file() else run_folder / "tokenizer.model"
 
@@ -275,11 +274,11 @@ def round_weight(name: str, weight: Tensor, dtype: DType) -> Tensor:
 def write_weights(
     folder: Path, weights: dict[str, Tensor], max_shard_bytes: int = MAX_SHARD_BYTES
 ) -> None:
-    named = {hf_name(name): weight for name, weight in weights.items()}
-    split = split_torch_state_dict_into_shards(named, max_shard_size=max_shard_bytes)
+    weights_by_hf_name = {hf_name(name): weight for name, weight in weights.items()}
+    split = split_torch_state_dict_into_shards(weights_by_hf_name, max_shard_size=max_shard_bytes)
     for file, names in split.filename_to_tensors.items():
         save_file(
-            {name: named[name].contiguous() for name in names},
+            {name: weights_by_hf_name[name].contiguous() for name in names},
             folder / file,
             metadata={"format": "pt"},
         )
@@ -301,7 +300,6 @@ def write_configs(
 
 
 def write_code(folder: Path) -> None:
-    """Write the files of remote code into one flat folder."""
     package = Path(__file__).parent.parent
     for source in CODE:
         # `from ..model` becomes `from .model`
@@ -359,8 +357,8 @@ def verify(folder: Path, config: LaneformerConfig, weights: dict[str, Tensor]) -
     ids = torch.randint(config.vocab_size, (1, length), generator=torch.Generator().manual_seed(0))
     with torch.device("meta"):
         plain = Laneformer(config)
-    wide = {name: w.float() if w.is_floating_point() else w for name, w in weights.items()}
-    plain.load_state_dict(wide, assign=True)
+    weights_fp32 = {name: w.float() if w.is_floating_point() else w for name, w in weights.items()}
+    plain.load_state_dict(weights_fp32, assign=True)
     expected = plain(ids)
     del plain  # two float32 copies of a 2B model at once would not fit on small machines
     exported = AutoModelForCausalLM.from_pretrained(
@@ -375,7 +373,7 @@ def verify(folder: Path, config: LaneformerConfig, weights: dict[str, Tensor]) -
         )
     loaded = exported.state_dict()
     for name in (name for name in weights if name.startswith(MTP)):  # which the logits do not show
-        if not torch.equal(loaded[hf_name(name)], wide[name]):
+        if not torch.equal(loaded[hf_name(name)], weights_fp32[name]):
             raise ValueError(
                 f"the exported {name} is not the training model's; nothing was written"
             )

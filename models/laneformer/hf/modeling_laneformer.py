@@ -1,10 +1,6 @@
 """Laneformer as Transformers models: caches, masks, padding, loss, generate() around model.py's layers.
 
-One file serves Transformers 4.57 and 5.x; where they differ (arguments of the mask functions and of
-StaticCache.update, the cache's name) the signature decides. An exported folder has this file beside
-model.py and config.py.
-
-    B batch   S query positions   T key positions   L lanes   D hidden   V vocabulary
+B batch   S query positions   T key positions   L lanes   D hidden   V vocabulary
 """
 
 from __future__ import annotations
@@ -33,6 +29,8 @@ MASK_FUNCTIONS = {
     "full_attention": create_causal_mask,
     "sliding_attention": create_sliding_window_causal_mask,
 }
+# One file serves Transformers 4.57 and 5.x. They differ in the arguments of the mask functions and of
+# StaticCache.update, and in the cache's name: the signature decides, not the version
 MASK_ARGUMENTS = inspect.signature(create_causal_mask).parameters
 TAKES_CACHE_POSITION = "cache_position" in MASK_ARGUMENTS  # 4.x
 CACHE = "cache" if "cache" in MASK_ARGUMENTS else "past_key_values"  # from 5.24 on; before
@@ -116,8 +114,8 @@ class LaneformerModel(LaneformerPreTrainedModel):
         Arguments are those of `streams`.
         """
         h, cache = self.streams(input_ids, **kwargs)
-        named: dict[str, Any] = {CACHE: cache}
-        return BaseModelOutputWithPast(last_hidden_state=self.norm(h).mean(2), **named)
+        outputs: dict[str, Any] = {CACHE: cache}
+        return BaseModelOutputWithPast(last_hidden_state=self.norm(h).mean(2), **outputs)
 
     def streams(
         self,
@@ -270,8 +268,8 @@ class LaneformerForCausalLM(LaneformerPreTrainedModel, GenerationMixin):
             loss = self.loss_function(
                 logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs
             )
-        named: dict[str, Any] = {CACHE: cache}
-        return CausalLMOutputWithPast(loss=loss, logits=logits, **named)
+        outputs: dict[str, Any] = {CACHE: cache}
+        return CausalLMOutputWithPast(loss=loss, logits=logits, **outputs)
 
 
 def positions_of(attention_mask: Tensor | dict | None, cache_position: Tensor) -> Tensor:
@@ -279,5 +277,5 @@ def positions_of(attention_mask: Tensor | dict | None, cache_position: Tensor) -
     if not isinstance(attention_mask, Tensor) or attention_mask.dim() != 2:
         return cache_position[None]
     # padding before the first token has position 0, too
-    counted = (attention_mask.long().cumsum(-1) - 1).clamp(min=0)
-    return counted[:, cache_position]
+    positions = (attention_mask.long().cumsum(-1) - 1).clamp(min=0)
+    return positions[:, cache_position]

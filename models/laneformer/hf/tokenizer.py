@@ -2,10 +2,6 @@
 
 A tokenizer.json keeps its pieces; a SentencePiece BPE model is converted and compared with
 SentencePiece on every piece and on texts that are known to go wrong.
-
-Text that spells a special token ("<s>") becomes that token, as in every Llama tokenizer of
-Transformers (the chat template needs it for "</s>"); SentencePiece alone reads plain characters.
-After a special token a text starts anew, with its own dummy prefix.
 """
 
 from __future__ import annotations
@@ -90,19 +86,19 @@ def _tokenizer_from_json(path: Path) -> tuple[Tokenizer, dict[str, str]]:
     # settings that the file may have
     tokenizer.no_truncation()
     tokenizer.no_padding()
-    beside = path.with_name("tokenizer_config.json")
-    values = json.loads(beside.read_text(encoding="utf-8")) if beside.is_file() else {}
-    named = {name: values.get(name) for name in ("bos_token", "eos_token", "pad_token")}
+    config_path = path.with_name("tokenizer_config.json")
+    values = json.loads(config_path.read_text(encoding="utf-8")) if config_path.is_file() else {}
+    token_values = {name: values.get(name) for name in ("bos_token", "eos_token", "pad_token")}
     tokens = {
         name: value["content"] if isinstance(value, dict) else value
-        for name, value in named.items()
+        for name, value in token_values.items()
     }
     eos, unk = tokens.get("eos_token"), getattr(tokenizer.model, "unk_token", None)
     # without a token to begin a document, EOS begins one
     bos = tokens.get("bos_token") or eos
     if eos is None or bos is None or None in map(tokenizer.token_to_id, (bos, eos)):
         raise ValueError(
-            f"{beside} must name eos_token and bos_token of {path}; the one in the data folder does"
+            f"{config_path} must name eos_token and bos_token of {path}; the one in the data folder does"
         )
     begin_with(bos, tokenizer)
     pads = (tokens.get("pad_token"), *PADDING, unk)
@@ -134,14 +130,16 @@ def tokenizer_from_sentencepiece(model: Path | str) -> Tokenizer:
     for text in PROBES + [pieces[i].replace(SPACE, " ") for i in ordinary]:
         check_same_ids(tokenizer, sp, text)
     # a user-defined symbol, whose score is 0, never merges with what stands beside it
-    beside = [piece for piece in scores if len(piece) == 1][:200]
+    letters = [piece for piece in scores if len(piece) == 1][:200]
     for piece in (piece for piece, score in scores.items() if score >= 0):
-        text = "".join(f"{each}{piece}{each}" for each in beside)
+        text = "".join(f"{letter}{piece}{letter}" for letter in letters)
         check_same_ids(tokenizer, sp, text.replace(SPACE, " "))
     control = dict.fromkeys(
         [*special.values(), *(pieces[i] for i in range(len(sp)) if sp.is_control(i))]
     )
-    # after the comparison: SentencePiece reads them as plain characters
+    # after the comparison, as SentencePiece reads "<s>" in a text as plain characters. Here it becomes
+    # the token, as in every Llama tokenizer of Transformers (the chat template needs it for "</s>"),
+    # and the text behind it starts anew, with a dummy prefix of its own
     tokenizer.add_special_tokens(
         [AddedToken(token, special=True, normalized=False) for token in control]
     )

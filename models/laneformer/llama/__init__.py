@@ -1,3 +1,1 @@
-"""Models of the Llama family as Laneformers with delay 0: their config.json and their
-tensors, translated at load.
-"""
+"""Models of the Llama family as Laneformers with delay 0: config.json and tensors, translated at load."""

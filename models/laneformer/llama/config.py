@@ -152,7 +152,7 @@ def family_named(values: Mapping[str, Any]) -> Family:
 
 def shared_sizes(values: Mapping[str, Any], names: tuple[str, ...]) -> list[int]:
     read = {**family_named(values).optional, **text_values(values)}
-    return [size for name in names if isinstance(size := read.get(name), int)]
+    return [read[name] for name in names if isinstance(read.get(name), int)]
 
 
 def family_of(values: Mapping[str, Any]) -> Family:
@@ -163,10 +163,10 @@ def family_of(values: Mapping[str, Any]) -> Family:
             f"supported are folders of this project, and {SUPPORTED}"
         )
     family = FAMILIES[name]
-    given = values.get("architectures") or family.architectures
-    if not set(given) & set(family.architectures):
+    class_names = values.get("architectures") or family.architectures
+    if not set(class_names) & set(family.architectures):
         raise ValueError(
-            f"architectures = {given} is not supported; only {' or '.join(family.architectures)}"
+            f"architectures = {class_names} is not supported; only {' or '.join(family.architectures)}"
         )
     for key, value in values.items():
         check_key(key, value, family)
@@ -180,10 +180,10 @@ def check_key(key: str, value: Any, family: Family) -> None:
             raise ValueError(
                 f"config.json: {key} has quant_method {method!r}; supported is 'mxfp4' alone"
             )
-    known = OPTIONAL | family.optional
-    if isinstance(value, str) and (key in SIZES or isinstance(known.get(key), int | float)):
+    read_keys = OPTIONAL | family.optional
+    if isinstance(value, str) and (key in SIZES or isinstance(read_keys.get(key), int | float)):
         raise ValueError(f"config.json: {key} = {value!r} must be a number, without quotes")
-    if key in SIZES or key in known or key in HARMLESS or key.startswith("_"):
+    if key in SIZES or key in read_keys or key in HARMLESS or key.startswith("_"):
         return
     accepted = ACCEPTED | family.accepted
     if value is None or value in accepted.get(key, ()):
@@ -199,14 +199,14 @@ def check_key(key: str, value: Any, family: Family) -> None:
     )
 
 
-def why_not(name: str, known: Iterable[str], values: Mapping[str, Any]) -> str:
+def why_not(name: str, supported_names: Iterable[str], values: Mapping[str, Any]) -> str:
     text = values.get("text_config")
-    every = {**values, **text} if isinstance(text, Mapping) else values
-    reasons = {meaning for key, value in every.items() if value and (meaning := meaning_of(key))}
+    fields = {**values, **text} if isinstance(text, Mapping) else values
+    reasons = set(filter(None, (meaning_of(key) for key, value in fields.items() if value)))
     reasons |= {
         meaning for start, meaning in BY_NAME.items() if name.replace("_", "").startswith(start)
     }
-    near = difflib.get_close_matches(name.removesuffix("_text"), known, n=1)
+    near = difflib.get_close_matches(name.removesuffix("_text"), supported_names, n=1)
     why = f" ({', '.join(sorted(reasons))})" if reasons else ""
     return why + (f"; the nearest that is: {near[0]!r}" if near else "")
 
@@ -238,13 +238,13 @@ def windows(
         windowed = tuple(layers[read["max_window_layers"] :])
     elif isinstance(family.windowed, int):
         # each `every`-th layer sees everything
-        every = read.get("sliding_window_pattern") or family.windowed
-        windowed = tuple(i for i in layers if (i + 1) % every)
+        full_interval = read.get("sliding_window_pattern") or family.windowed
+        windowed = tuple(i for i in layers if (i + 1) % full_interval)
     else:
         windowed = nope if family.windowed == "nope" else tuple(layers)
     # Transformers does not look at layer_types
-    blind = read["model_type"] in ("mistral", "ministral3", "phi3", "qwen3_moe")
-    if blind and window and windowed != tuple(layers):
+    ignores_layer_types = read["model_type"] in ("mistral", "ministral3", "phi3", "qwen3_moe")
+    if ignores_layer_types and window and windowed != tuple(layers):
         raise ValueError(
             f"layer_types of model_type {read['model_type']!r} must all be 'sliding_attention', "
             "as Transformers computes"
@@ -253,8 +253,8 @@ def windows(
 
 
 def layers_without_rope(read: Mapping[str, Any], layers: range) -> tuple[int, ...]:
-    has_rope, every = read["no_rope_layers"], read["no_rope_layer_interval"]
+    has_rope, interval = read["no_rope_layers"], read["no_rope_layer_interval"]
     # `no_rope_layers` is 1 where a layer has RoPE
     if has_rope is None:
-        return tuple(layers[every - 1 :: every])
+        return tuple(layers[interval - 1 :: interval])
     return tuple(i for i in layers if not has_rope[i])

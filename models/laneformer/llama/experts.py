@@ -1,9 +1,4 @@
-"""Stack a folder's experts, in whatever form, as one tensor (E, rows, inputs) a layer and part.
-
-Most folders have a tensor for each expert. gpt-oss's are stacked, gate and up projection as one matrix
-whose even rows are gates and whose odd rows are ups. In 16 bits that matrix is transposed, (E, in, out).
-As MXFP4 (OCP Microscaling Formats) it is `_blocks` (E, out, in / 32, 16), bytes of two inputs each, and
-`_scales` (E, out, in / 32), and becomes rows of the blocks of GGUF files.
+"""Stack the experts of a checkpoint's layers as one tensor (E, rows, inputs) a layer and part.
 
 E experts
 """
@@ -19,6 +14,8 @@ from ..tensors import Tensor, TensorSource
 
 INPUTS = 32  # of a block of MXFP4
 EXPERT = re.compile(r"(?P<stem>.*\.experts)\.(?P<number>\d+)\.(?P<part>.*)")
+# most folders have a tensor for each expert; gpt-oss's are stacked, gate and up projection as one
+# matrix whose even rows are gates and whose odd rows are ups
 FUSED = ".mlp.experts."
 ROWS = {"gate_proj": slice(0, None, 2), "up_proj": slice(1, None, 2), "down_proj": slice(None)}
 RENAMED = {".self_attn.sinks": ".self_attn.sinks.weight", ".mlp.router.": ".mlp.gate."}
@@ -69,10 +66,10 @@ def split_experts(sources: Sources) -> Sources:
         # scales are read with their blocks
         elif not part.endswith("_scales"):
             kind = "bias" if part.endswith("_bias") else "weight"
-            whole = part.removesuffix("_bias").removesuffix("_blocks")
-            for own in ("gate_proj", "up_proj") if whole == "gate_up_proj" else (whole,):
-                split[f"{stem}{FUSED}{own}.{kind}"] = slice_stacked_rows(
-                    sources, name, ROWS.get(own, slice(None))
+            matrix = part.removesuffix("_bias").removesuffix("_blocks")
+            for projection in ("gate_proj", "up_proj") if matrix == "gate_up_proj" else (matrix,):
+                split[f"{stem}{FUSED}{projection}.{kind}"] = slice_stacked_rows(
+                    sources, name, ROWS.get(projection, slice(None))
                 )
     return split
 
@@ -102,16 +99,18 @@ def slice_stacked_rows(sources: Sources, name: str, rows: slice) -> TensorSource
         return choose_rows(sources[name], rows)
     if len(shape) != 3:
         raise ValueError(f"{name} has shape {shape}; experts' matrices have 3 dimensions, biases 2")
-    # stored as (E, in, out)
-    turned = lambda: Tensor(dtype, load().values.swapaxes(1, 2))  # noqa: E731
-    return choose_rows(TensorSource(dtype, (shape[0], shape[2], shape[1]), turned), rows)
+    # in 16 bits gpt-oss's matrices are transposed, (E, in, out)
+    load_transposed = lambda: Tensor(dtype, load().values.swapaxes(1, 2))  # noqa: E731
+    return choose_rows(TensorSource(dtype, (shape[0], shape[2], shape[1]), load_transposed), rows)
 
 
 def join_blocks(name: str, sources: Sources, rows: slice) -> TensorSource:
-    other = name.removesuffix("_blocks") + "_scales"
-    if other not in sources:
-        raise ValueError(f"the checkpoint holds {name}, but not {other}")
-    blocks, scales = sources[name], sources[other]
+    # MXFP4 (OCP Microscaling Formats) is `_blocks` (E, out, in / 32, 16), bytes of two inputs each,
+    # and `_scales` (E, out, in / 32); it becomes rows of the blocks of GGUF files
+    scales_name = name.removesuffix("_blocks") + "_scales"
+    if scales_name not in sources:
+        raise ValueError(f"the checkpoint holds {name}, but not {scales_name}")
+    blocks, scales = sources[name], sources[scales_name]
     if len(blocks.shape) != 4 or (*scales.shape, INPUTS // 2) != blocks.shape:
         raise ValueError(
             f"{name} of shape {blocks.shape} needs scales of shape {blocks.shape[:-1]}, not {scales.shape}, and "

@@ -273,18 +273,18 @@ def contents_of(field: ReaderField) -> Any:
 
 def find_strings(data: np.ndarray, at: int, count: int) -> tuple[list[bytes], int]:
     """Return the bytes of `count` strings from `at` on, each after its length of 8 bytes; and their end."""
-    found, whole, read_length = [], data.data, struct.Struct("<Q").unpack_from
+    strings, content, read_length = [], data.data, struct.Struct("<Q").unpack_from
     for i in range(count):
         try:
-            (length,) = read_length(whole, at)
+            (length,) = read_length(content, at)
         except struct.error:
-            length = len(whole)
+            length = len(content)
         begin, at = at + 8, at + 8 + length
-        if at > len(whole):
+        if at > len(content):
             raise ValueError(f"string {i} of {count} goes beyond the file's end")
         # bytes, which the garbage collector does not visit: views double the time
-        found.append(bytes(whole[begin:at]))
-    return found, at
+        strings.append(bytes(content[begin:at]))
+    return strings, at
 
 
 def hf_name(name: str, architecture: str | None = None) -> str:

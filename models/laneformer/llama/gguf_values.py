@@ -90,8 +90,8 @@ class Fields:
             if key in self.read or key.startswith(OTHER_TOWER):
                 continue
             # an unknown field is refused unless it is zero or empty
-            nothing = not any(value) if isinstance(value, list) else not value
-            allowed = KNOWN.get(key, () if not nothing else None)
+            is_empty = not any(value) if isinstance(value, list) else not value
+            allowed = KNOWN.get(key, () if not is_empty else None)
             if allowed is not None and value not in allowed:
                 raise ValueError(
                     f"{self.architecture}.{key} = {value!r:.60} is not supported; it may change what the model computes"
@@ -111,8 +111,8 @@ def config_values(
         raise ValueError("the file lacks the tensor token_embd.weight")
     heads, hidden = field.require("attention.head_count"), field.require("embedding_length")
     partial = field.architecture == "phi3"
-    rotated = field("rope.dimension_count") or hidden // heads
-    head_dim = field("attention.key_length", hidden // heads if partial else rotated)
+    rotated_dim = field("rope.dimension_count") or hidden // heads
+    head_dim = field("attention.key_length", hidden // heads if partial else rotated_dim)
     same = ("attention.value_length", "attention.key_length_swa", "attention.value_length_swa")
     # keys and values of heads have one size; Phi-3's heads alone may rotate in part
     for key in (*same, *(() if partial else ("rope.dimension_count", "rope.dimension_count_swa"))):
@@ -147,7 +147,7 @@ def config_values(
         "tie_word_embeddings": "lm_head.weight" not in stored,
         "sliding_window": window,
         "layer_types": layer_types(field),
-        **own_values(field, head_dim, rotated),
+        **own_values(field, head_dim, rotated_dim),
     }
     field.refuse_unread()
     return values
@@ -197,11 +197,11 @@ OWN = {  # keys of config.json that an architecture has beside, by its fields
 }
 
 
-def own_values(field: Fields, head_dim: int, rotated: int) -> dict[str, Any]:
+def own_values(field: Fields, head_dim: int, rotated_dim: int) -> dict[str, Any]:
     values = {name: field(key) for name, key in OWN.get(field.architecture, {}).items()}
     if field.architecture == "granite":
-        usual = {"attention_multiplier": head_dim**-0.5}
-        return {name: value or usual.get(name, 1.0) for name, value in values.items()}
+        defaults = {"attention_multiplier": head_dim**-0.5}
+        return {name: value or defaults.get(name, 1.0) for name, value in values.items()}
     if field.architecture == "gemma3":
         of_27b = field("block_count") == 62
         values["query_pre_attn_scalar"] = (
@@ -211,7 +211,7 @@ def own_values(field: Fields, head_dim: int, rotated: int) -> dict[str, Any]:
     if field.architecture == "qwen3moe":  # llama.cpp always divides by the weights' sum
         values["norm_topk_prob"] = True
     if field.architecture == "phi3":
-        values["partial_rotary_factor"] = rotated / head_dim
+        values["partial_rotary_factor"] = rotated_dim / head_dim
     return values
 
 

@@ -90,9 +90,9 @@ class FamilyAttention(LaneAttention):
     ) -> tuple[Tensor, Tensor]:
         if self.variant.query_growth is None:
             return super().rotate(query, key, rope)
-        of_keys, of_queries = self.rope, self.rope + self.ropes  # see FamilyModel.rope
-        rotated = apply_rope(query, (rope[0][of_queries], rope[1][of_queries]))
-        return rotated, apply_rope(key, (rope[0][of_keys], rope[1][of_keys]))
+        key_rope, query_rope = self.rope, self.rope + self.ropes  # see FamilyModel.rope
+        rotated = apply_rope(query, (rope[0][query_rope], rope[1][query_rope]))
+        return rotated, apply_rope(key, (rope[0][key_rope], rope[1][key_rope]))
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
         if self.sinks is not None:
@@ -187,9 +187,9 @@ class LaneExperts(nn.Module):
         for number in range(self.experts.total):
             weight = weights[..., number, None]
             # only positions at which some lane has chosen this expert
-            served = (weight != 0).any(2)[..., 0]  # (B, S)
-            if served.any():
-                out[served] += weight[served] * self.expert(number, x[served])
+            is_chosen = (weight != 0).any(2)[..., 0]  # (B, S)
+            if is_chosen.any():
+                out[is_chosen] += weight[is_chosen] * self.expert(number, x[is_chosen])
         return norm_partial(out, self.post_norm)
 
 
@@ -207,7 +207,6 @@ class FamilyLayer(LaneformerLayer):
 
 
 def plain_model(config: LaneformerConfig) -> Laneformer:
-    """Return the plain PyTorch model of a Laneformer or of any other family."""
     return FamilyModel(config) if config.needs_other_layers() else Laneformer(config)
 
 

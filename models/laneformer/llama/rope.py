@@ -86,7 +86,7 @@ def complete(
     kind = parameters.get("rope_type", parameters.get("type", "default"))
     # other names of LongRoPE in config.json
     kind = "longrope" if kind == "su" or (kind == "yarn" and "long_factor" in parameters) else kind
-    other = (
+    unknown_values = (
         {key: v for key, v in parameters.items() if v is not None}
         if kind not in KEYS
         else {
@@ -96,16 +96,16 @@ def complete(
         }
     )
     # a key that the type does not read may change the rotation
-    if kind not in KEYS or other:
+    if kind not in KEYS or unknown_values:
         raise ValueError(
             f"RoPE of the kind {dict(parameters)} is not supported; supported are the types {', '.join(KEYS)}"
         )
-    partial = parameters.get("partial_rotary_factor", read.get("partial_rotary_factor") or 1.0)
+    share = parameters.get("partial_rotary_factor", read.get("partial_rotary_factor") or 1.0)
     return {
         **parameters,
         "rope_type": kind,
         "rope_theta": parameters.get("rope_theta") or theta,
-        "partial_rotary_factor": partial,
+        "partial_rotary_factor": share,
     }
 
 
@@ -132,8 +132,8 @@ def rope_of(parameters: Mapping[str, Any], read: Mapping[str, Any], head_dim: in
     factor = factor if parameters["rope_type"] == "linear" else 1
     return Rope(
         tuple(
-            float32(each / float32(factor))
-            for each in plain(parameters["rope_theta"], rotated).frequencies
+            float32(frequency / float32(factor))
+            for frequency in plain(parameters["rope_theta"], rotated).frequencies
         )
     )
 

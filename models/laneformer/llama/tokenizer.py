@@ -1,9 +1,4 @@
-"""Build a `tokenizers.Tokenizer` from a GGUF file's pieces: byte-level BPE or SentencePiece BPE.
-
-The file gives the rule that cuts a text before merges (the pre-tokenizer) by name only. The names known
-here have the rules of their models' own tokenizer.json; others are refused, as ids that are almost right
-would make a model worse without an error.
-"""
+"""Build a `tokenizers.Tokenizer` from a GGUF file's pieces: byte-level BPE or SentencePiece BPE."""
 
 from __future__ import annotations
 
@@ -43,8 +38,11 @@ _GPT4O = _CASED.format(upper=_UPPER, lower=_LOWER, ends=_ENDS + "?") + _REST.for
 )
 _LLAMA3 = _WORDS + _REST.format(digits="{1,3}", slash="")
 _QWEN2 = _WORDS + _REST.format(digits="", slash="")
-# By the name in the file: the pattern of a piece; None: GPT-2's own. OLMo 2 and 3 and Phi 4 come as
-# dbrx, Phi 4 mini as gpt-4o, Granite 3 as refact.
+# The file gives the rule that cuts a text before merges (the pre-tokenizer) by name only. The names
+# known here have the rules of their models' own tokenizer.json; others are refused, as ids that are
+# almost right would make a model worse without an error.
+# Values: the pattern of a piece; None: GPT-2's own. OLMo 2 and 3 and Phi 4 come as dbrx, Phi 4 mini as
+# gpt-4o, Granite 3 as refact.
 PRE_TOKENIZERS = {
     "llama-bpe": _LLAMA3,
     "llama3": _LLAMA3,
@@ -78,18 +76,18 @@ def tokenizer_of(vocabulary: Vocabulary) -> Tokenizer:
     for name in ("tokens", "merges" if kind == "gpt2" else "scores"):
         if name not in values:
             raise ValueError(f"the file lacks tokenizer.ggml.{name}. {BESIDE}")
-    typed = list(enumerate(zip(pieces, types, strict=False)))
+    numbered = list(enumerate(zip(pieces, types, strict=False)))
     if kind == "gpt2" and pre:
         tokenizer = byte_level_bpe(pieces, values["merges"], pre)
     else:
-        scores = {piece: values["scores"][i] for i, (piece, t) in typed if t == NORMAL}
+        scores = {piece: values["scores"][i] for i, (piece, t) in numbered if t == NORMAL}
         unk = vocabulary.special_id("unknown")
         dummy_prefix = values.get("add_space_prefix", True)
         tokenizer = sentencepiece_bpe(
             pieces, scores, None if unk is None else pieces[unk], dummy_prefix
         )
     bos = vocabulary.begins_with
-    for i, (piece, t) in typed:
+    for i, (piece, t) in numbered:
         if t in (UNKNOWN, CONTROL, USER_DEFINED) or piece in ENDS or i == bos:
             special = t != USER_DEFINED or piece in ENDS
             tokenizer.add_tokens([AddedToken(piece, special=special, normalized=False)])

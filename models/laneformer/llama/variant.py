@@ -102,12 +102,12 @@ class FamilyConfig(LaneformerConfig):
         if isinstance(self.variant, dict):  # of a JSON file
             object.__setattr__(self, "variant", Variant(**self.variant))
         super().__post_init__()
-        changed, joint = self.variant.differences(), self.variant.joint_qk_norm
-        late = (
+        changed, is_joint = self.variant.differences(), self.variant.joint_qk_norm
+        has_lane_fields = (
             self.broadcast_delay or self.num_nextn_predict_layers or not self.replicated_rmsn_scale
         )
         # a joint norm is over all heads, so they stay on one lane
-        if changed and (late or (joint and self.num_lanes > 1)):
+        if changed and (has_lane_fields or (is_joint and self.num_lanes > 1)):
             raise ValueError(
                 f"{', '.join(changed)} need broadcast_delay = 0, replicated_rmsn_scale, no head that drafts; "
                 "joint_qk_norm num_lanes = 1"

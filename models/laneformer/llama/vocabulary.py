@@ -97,11 +97,11 @@ class Vocabulary:
     @property
     def begins_with(self) -> int | None:
         # every text and conversation begins with it, whatever the template writes
-        usual = self.values.get("model") == "llama" or self.values.get("pre") in BEGINS_WITH_BOS
-        return self.special_id("bos") if self.values.get("add_bos_token", usual) else None
+        default = self.values.get("model") == "llama" or self.values.get("pre") in BEGINS_WITH_BOS
+        return self.special_id("bos") if self.values.get("add_bos_token", default) else None
 
     def tokenizer_config(self) -> dict[str, Any]:
-        named = {
+        others = {
             name.removeprefix(f"{TEMPLATE}."): value
             for name, value in self.metadata.items()
             if name.startswith(f"{TEMPLATE}.")
@@ -119,4 +119,4 @@ class Vocabulary:
             for name, i in ids.items()
             if i is not None and i < len(self.pieces)
         }
-        return {**tokens, "chat_template": {"default": default, **named} if default else named}
+        return {**tokens, "chat_template": {"default": default, **others} if default else others}

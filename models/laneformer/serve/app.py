@@ -181,13 +181,13 @@ def add_facts(app: FastAPI, scheduler: Scheduler, facts: dict[str, Any], metrics
     @app.get("/props")
     async def props() -> dict[str, Any]:
         engine = scheduler.engine
-        read = facts["probe_bytes_per_s"]
+        bytes_per_s = facts["probe_bytes_per_s"]
         drafts = facts["draft_model"]
         return {
             **facts,
             **engine.kv_cache,
             "draft_model": drafts and {**drafts, "kv_bytes": engine.draft_kv_bytes},
-            "limit_tokens_per_s": read and read / facts["weight_bytes"],
+            "limit_tokens_per_s": bytes_per_s and bytes_per_s / facts["weight_bytes"],
             "saved_prefixes": engine.saved_prefixes or None,
             "processor_share": scheduler.totals.processor_share,
         }
@@ -250,19 +250,19 @@ class Server(uvicorn.Server):
         # Programs that start a server read this line from stdout
         print(f"laneformer serves {self.options.model_name} at {address}", flush=True)
         key = ' -H "Authorization: Bearer $KEY"' if self.options.api_key else ""
-        asks = """'{"messages": [{"role": "user", "content": "Hello"}]}'"""
+        body = """'{"messages": [{"role": "user", "content": "Hello"}]}'"""
         json = "-H 'Content-Type: application/json'"
-        print(f"  try: curl {address}/v1/chat/completions{key} {json} -d {asks}", file=sys.stderr)
+        print(f"  try: curl {address}/v1/chat/completions{key} {json} -d {body}", file=sys.stderr)
         if self.on_start is not None:
             self.on_start(address)
 
     async def on_tick(self, counter: int) -> bool:
         """Return whether to exit; Uvicorn calls this every 0.1 s."""
         # A monitor has to see the failure in /health before the process exits
-        if self.scheduler.unanswered and self._last_s is None:
+        if self.scheduler.has_hung and self._last_s is None:
             self._last_s = time.monotonic() + UNANSWERED_S
-        late = self._last_s is not None and time.monotonic() > self._last_s
-        return await super().on_tick(counter) or late
+        is_overdue = self._last_s is not None and time.monotonic() > self._last_s
+        return await super().on_tick(counter) or is_overdue
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         # Running answers get grace_s to end; Uvicorn waits for them below
@@ -297,9 +297,9 @@ def run(
     with listening or options.listen() as listening:
         app = create_app(engine, options)
         if engine.isa == CUDA:
-            most = app.state.scheduler.max_joined
-            several = f"up to {most} requests decode side by side"
-            decode = several if most > 1 else "one request decodes at a time"
+            max_joined = app.state.scheduler.max_joined
+            side_by_side = f"up to {max_joined} requests decode side by side"
+            decode = side_by_side if max_joined > 1 else "one request decodes at a time"
             print(f"laneformer: {decode}, others wait", file=sys.stderr)
         sys.setswitchinterval(SWITCH_S)
         # Exclude objects that live as long as the server from garbage collection
@@ -308,7 +308,7 @@ def run(
         Server(app, options, on_start).run(sockets=[listening])
         # Frozen objects would be reported as leaks of the extension module at exit
         gc.unfreeze()
-        if app.state.scheduler.unanswered:
+        if app.state.scheduler.has_hung:
             # An ordinary exit would wait for the driver, and the driver for the device
             print(
                 "laneformer: the device does not answer; start the server again",

@@ -1,5 +1,4 @@
-"""Bodies of requests: JSON in which every field is used, named as without effect, or refused by
-name.
+"""Bodies of requests: JSON in which every field is used, named as without effect, or refused by name.
 
 null stands for an absent field, and an empty text, list or object asks for nothing.
 """
@@ -84,11 +83,11 @@ class Body(BaseModel):
     is_open: ClassVar[bool] = False  # unknown names have no effect, unless they look like a typo
     typo: ClassVar[float] = 0.8  # similarity to a known name from which on an unknown one is a typo
     own_names: ClassVar[Mapping[str, str]] = {}  # of fields in errors: patterns and replacements
-    known: ClassVar[frozenset[str]]  # names of fields
+    field_names: ClassVar[frozenset[str]]  # names of fields
 
     @classmethod
     def __pydantic_init_subclass__(cls, **_: Any) -> None:
-        cls.known = frozenset(field.alias or name for name, field in cls.model_fields.items())
+        cls.field_names = frozenset(field.alias or name for name, field in cls.model_fields.items())
 
     @model_validator(mode="before")
     @classmethod
@@ -100,9 +99,9 @@ class Body(BaseModel):
         for name, value in data.items():
             if value is None:
                 continue
-            if name in cls.known:
+            if name in cls.field_names:
                 fields[name] = value
-            elif (own_name := cls.renamed.get(name)) in cls.known:
+            elif (own_name := cls.renamed.get(name)) in cls.field_names:
                 fields.setdefault(own_name, value)
             elif value not in EMPTY and not is_one_of(value, cls.neutral.get(name)):
                 cls._take_unused(name, value, reading)
@@ -111,8 +110,8 @@ class Body(BaseModel):
     @classmethod
     def _take_unused(cls, name: str, value: Any, reading: Reading) -> None:
         if name in cls.harmless:
-            silent = cls.harmless[name]
-            if silent is not None and not is_one_of(value, silent):
+            silent_values = cls.harmless[name]
+            if silent_values is not None and not is_one_of(value, silent_values):
                 reading.pass_over(
                     name, f"{name} = {quote(value)} has no effect; leave it out", cls.place
                 )
@@ -124,11 +123,11 @@ class Body(BaseModel):
         else:
             short_name = name[:SHOWN_CHARS]
             # A probable typo is refused even where other unknown names are accepted
-            near = difflib.get_close_matches(short_name, cls.known, n=1, cutoff=cls.typo)
+            near = difflib.get_close_matches(short_name, cls.field_names, n=1, cutoff=cls.typo)
             hint = (
                 f"did you mean {near[0]!r}?"
                 if near
-                else f"known are {', '.join(sorted(cls.known))}"
+                else f"known are {', '.join(sorted(cls.field_names))}"
             )
             message = f"{short_name} is unknown; {hint}"
             if near or not cls.is_open:
@@ -162,7 +161,6 @@ class Body(BaseModel):
             raise refusal from None
 
     def rename(self, error: RequestError) -> RequestError:
-        """Return the error with the names of this body's API."""
         for pattern, own_name in self.own_names.items():
             error = error.rename(pattern, own_name)
         return error
@@ -171,8 +169,8 @@ class Body(BaseModel):
 def is_one_of(value: Any, values: Sequence[Any] | None) -> bool:
     # In Python True == 1, in JSON they are two values
     return any(
-        value == other and isinstance(value, bool) == isinstance(other, bool)
-        for other in values or ()
+        value == allowed and isinstance(value, bool) == isinstance(allowed, bool)
+        for allowed in values or ()
     )
 
 
@@ -239,21 +237,21 @@ def explain_errors(errors: Sequence[Any]) -> RequestError:
         # After the name of the field, pydantic adds the type that it tried
         path = path[: path.index(expected) + 1]
     if error["type"] == "refused":
-        refused = error["ctx"]
-        if not expected and path[-1:] != [refused["field"]]:
-            path.append(refused["field"])
-        return RequestError(refused["message"], spell_path(path), refused["code"])
+        refusal = error["ctx"]
+        if not expected and path[-1:] != [refusal["field"]]:
+            path.append(refusal["field"])
+        return RequestError(refusal["message"], spell_path(path), refusal["code"])
     if not path:
         return RequestError(f"the body is not a JSON object: {error['msg']}", None, "invalid_json")
     param = spell_path(path)
     if error["type"] == "missing":
         return RequestError(f"{param} is missing", param, "missing_required_parameter")
-    wanted = (
+    requirement = (
         f"it must be {EXPECTED[expected]}"
         if expected
         else error["msg"][:1].lower() + error["msg"][1:]
     )
-    return RequestError(f"{param} = {quote(error['input'])}: {wanted}", param)
+    return RequestError(f"{param} = {quote(error['input'])}: {requirement}", param)
 
 
 def quote(value: Any) -> str:

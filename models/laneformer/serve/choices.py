@@ -146,19 +146,18 @@ class Choices:
             running.cancel()
 
     def count_usage(self) -> Usage:
-        """Return the tokens of all choices so far."""
         read = sum(map(len, self.prompts))
         usage = Usage(read, sum(self.generated), self.reasoning_tokens)
         statistics = {choice: running.statistics for choice, running in self._generating.items()}
-        ended = {choice: one for choice, one in statistics.items() if one is not None}
+        ended = {choice: counts for choice, counts in statistics.items() if counts is not None}
         if len(ended) < len(statistics):
             return usage
         # The tokens of a prompt are reused for each of its choices, and count once
-        firsts = [one for choice, one in ended.items() if choice % self.n == 0]
+        firsts = [counts for choice, counts in ended.items() if choice % self.n == 0]
         return usage._replace(
-            cached=sum(one.reused_tokens for one in firsts),
-            proposed=sum(one.proposed_tokens for one in ended.values()),
-            accepted=sum(one.accepted_tokens for one in ended.values()),
+            cached=sum(counts.reused_tokens for counts in firsts),
+            proposed=sum(counts.proposed_tokens for counts in ended.values()),
+            accepted=sum(counts.accepted_tokens for counts in ended.values()),
         )
 
     async def __aiter__(self) -> AsyncGenerator[Piece, None]:
@@ -171,24 +170,24 @@ class Choices:
 
     async def _merge_choices(self) -> AsyncGenerator[Piece, None]:
         # Pieces of all choices, and the tasks of those that have ended
-        news: asyncio.Queue[Piece | asyncio.Task[None]] = asyncio.Queue()
+        events: asyncio.Queue[Piece | asyncio.Task[None]] = asyncio.Queue()
 
         async def follow(choice: int) -> None:
             async for piece in self._follow_choice(choice):
-                news.put_nowait(piece)
+                events.put_nowait(piece)
 
         tasks = [asyncio.create_task(follow(choice)) for choice in range(len(self.generated))]
         for task in tasks:
-            task.add_done_callback(news.put_nowait)
+            task.add_done_callback(events.put_nowait)
         try:
-            left = len(tasks)
-            while left:
-                piece = await news.get()
+            unfinished = len(tasks)
+            while unfinished:
+                piece = await events.get()
                 if isinstance(piece, Piece):
                     yield piece
                 else:
                     piece.result()  # raises the exception of its choice
-                    left -= 1
+                    unfinished -= 1
         finally:
             for task in tasks:
                 task.cancel()
@@ -223,13 +222,13 @@ class Choices:
         async for tokens in running:
             if writing.stop is not None:
                 continue  # these came before the engine knew of the stop string
-            before = writing.read
+            read_before = writing.read
             text, written = writing.push(tokens)
             if writing.stop is not None:
                 running.cancel()
             self.generated[choice] = writing.read
             yield Piece(
-                choice, text, written, [token.id for token in tokens[: writing.read - before]]
+                choice, text, written, [token.id for token in tokens[: writing.read - read_before]]
             )
         text, written = writing.finish()
         reason = running.finish_reason if writing.stop is None else "stop"

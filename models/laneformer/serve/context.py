@@ -103,7 +103,7 @@ class ServingContext:
             raise RequestError(str(error), param) from None
 
     def limit_tokens(
-        self, request: Sampling, prompts: Sequence[Sequence[int]], wanted: int | None, param: str
+        self, request: Sampling, prompts: Sequence[Sequence[int]], limit: int | None, param: str
     ) -> int:
         """Return the limit of new tokens; RequestError where an answer has no room."""
         for i, ids in enumerate(prompts):
@@ -112,12 +112,12 @@ class ServingContext:
         # All choices share the limit, so the longest prompt decides
         longest = max(map(len, prompts))
         room = self.context_tokens - longest
-        if room < (wanted != 0):
+        if room < (limit != 0):
             reason = (
                 f"but you sent {longest} tokens in the {param}, which leaves no room for an answer"
             )
             raise self.make_context_error(reason, param)
-        limit = room if wanted is None else min(wanted, room)
+        limit = room if limit is None else min(limit, room)
         if request.min_tokens > limit:
             raise RequestError(
                 f"min_tokens = {request.min_tokens} exceeds the limit of {limit} tokens",

@@ -39,8 +39,6 @@ Part = tuple[Block, str]  # a block and its new text, which is empty when the bl
 
 
 class ChoiceAnswer:
-    """The blocks of one choice so far."""
-
     def __init__(self, reader: AnswerReader):
         self.blocks: list[Block] = []
         self.reader = reader
@@ -73,8 +71,8 @@ class ChoiceAnswer:
             self._call_id = "" if text in (block.id for block in self.blocks) else text
             return
         # Arguments continue the call, and text of one kind continues its block
-        more = bool(self.blocks) and kind in ("arguments", self.blocks[-1].kind)
-        if kind == "call" or not more:
+        continues_block = bool(self.blocks) and kind in ("arguments", self.blocks[-1].kind)
+        if kind == "call" or not continues_block:
             self.blocks.append(Block(kind, len(self.blocks), name=text if kind == "call" else ""))
             self.blocks[-1].id = self._call_id or self.blocks[-1].id
             self._call_id = ""
@@ -146,13 +144,13 @@ class Conversation:
     def _make_choices(self, grammar: AnswerGrammar | None) -> Choices:
         request = self.request
         context = self.context
-        wanted = request.max_completion_tokens or request.max_tokens
-        limit = context.limit_tokens(request, [self.prompt], wanted, "messages")
+        max_tokens = request.max_completion_tokens or request.max_tokens
+        limit = context.limit_tokens(request, [self.prompt], max_tokens, "messages")
         logprobs = request.top_logprobs or 0 if request.logprobs else None
         options = request.generation_options(context.conversation_defaults, limit, logprobs)
         if request.prediction is not None:
-            expected = "".join(list_texts(request.prediction.content))
-            ids = context.prompts.text(context.check_length(expected, "prediction"), False)
+            prediction = "".join(list_texts(request.prediction.content))
+            ids = context.prompts.text(context.check_length(prediction, "prediction"), False)
             options = dataclasses.replace(options, prediction=ids)
         return Choices(
             context,
@@ -174,7 +172,6 @@ def continues_reasoning(request: ConversationRequest) -> bool:
 def prepare_prompt(
     request: ConversationRequest, context: ServingContext
 ) -> tuple[ToolUse, list[int]]:
-    """Return the tools of a request, and the ids of its prompt."""
     tools = context.tool_calling.select_tools(request)
     messages = [message.to_template() for message in request.messages]
     try:

@@ -62,8 +62,8 @@ class Access:
             await send(message)
 
         try:
-            if refused := self.find_refusal(scope):
-                await error_response(refused, scope["path"])(scope, receive, count_status)
+            if refusal := self.find_refusal(scope):
+                await error_response(refusal, scope["path"])(scope, receive, count_status)
             else:
                 await self.app(scope, self.limit_body(receive), count_status)
         except Exception:
@@ -100,7 +100,9 @@ class Access:
             anthropic = headers.get(b"x-api-key", "")
             # Some clients send both headers, one of them with a placeholder
             pairs = (bearer, f"Bearer {key}"), (anthropic, key)
-            if not any(hmac.compare_digest(sent.encode(), right.encode()) for sent, right in pairs):
+            if not any(
+                hmac.compare_digest(header.encode(), right.encode()) for header, right in pairs
+            ):
                 return HTTPException(
                     401,
                     "the API key is missing or wrong; send 'Authorization: Bearer KEY', or x-api-key",
@@ -118,23 +120,23 @@ class Access:
 
     def limit_body(self, receive: Receive) -> Receive:
         """Raise status 413 as soon as the body exceeds max_body_bytes."""
-        left = self.options.max_body_bytes
+        remaining_bytes = self.options.max_body_bytes
 
         async def receive_limited() -> Message:
-            nonlocal left
+            nonlocal remaining_bytes
             message = await receive()
             if message["type"] == "http.request":
-                left -= len(message.get("body", b""))
-            if left >= 0:
+                remaining_bytes -= len(message.get("body", b""))
+            if remaining_bytes >= 0:
                 return message
             # Read on for a while: most clients read the answer only when they have sent
             # everything
-            while message.get("more_body") and left > -DISCARDED_BYTES:
+            while message.get("more_body") and remaining_bytes > -DISCARDED_BYTES:
                 message = await receive()
-                left -= len(message.get("body", b""))
-            most = self.options.max_body_bytes
+                remaining_bytes -= len(message.get("body", b""))
+            max_bytes = self.options.max_body_bytes
             raise HTTPException(
-                413, f"the body has more than {most} bytes", {"Connection": "close"}
+                413, f"the body has more than {max_bytes} bytes", {"Connection": "close"}
             )
 
         return receive_limited
@@ -174,14 +176,14 @@ class Endpoints:
                 raise RequestError(message, None, "invalid_json")
 
             def prepare_answer() -> Answer | dict[str, Any]:
-                parsed = body.read(raw, reading)
+                parsed_body = body.read(raw, reading)
                 try:
-                    answer = make(parsed, self.context)
+                    answer = make(parsed_body, self.context)
                 except RequestError as error:
-                    raise parsed.rename(error) from None
+                    raise parsed_body.rename(error) from None
                 # Translate names of chat completions into those of this API
                 for name in answer.choices.unused if isinstance(answer, Answer) else ():
-                    reading.unused[parsed.rename(RequestError("", name)).param or name] = None
+                    reading.unused[parsed_body.rename(RequestError("", name)).param or name] = None
                 return answer
 
             answer = await self._run_in_pool(prepare_answer)
@@ -214,9 +216,9 @@ class Endpoints:
 
     def _describe_api(self) -> dict[str, Any]:
         # FastAPI does not describe bodies that it does not parse itself
-        described = self._describe()
+        description = self._describe()
         _, schemas = models_json_schema(
             [(body, "validation") for body in self._bodies], ref_template=REFERENCES
         )
-        described.setdefault("components", {}).setdefault("schemas", {}).update(schemas["$defs"])
-        return described
+        description.setdefault("components", {}).setdefault("schemas", {}).update(schemas["$defs"])
+        return description

@@ -76,11 +76,11 @@ class Grammars:
                 "response_format and tools need the package llguidance: pip install 'laneformer[grammar]'"
             ) from None
         # llguidance reads the tokenizer's JSON, in which truncation and padding must be off
-        plain = type(self.tokenizer).from_str(self.tokenizer.to_str())
-        plain.no_truncation()
-        plain.no_padding()
-        n_vocab = max(self.vocab_size, 1 + max(plain.get_vocab().values()))
-        return LLTokenizer(plain.to_str(), n_vocab=n_vocab, eos_token=list(self.eos_ids))
+        untruncated = type(self.tokenizer).from_str(self.tokenizer.to_str())
+        untruncated.no_truncation()
+        untruncated.no_padding()
+        n_vocab = max(self.vocab_size, 1 + max(untruncated.get_vocab().values()))
+        return LLTokenizer(untruncated.to_str(), n_vocab=n_vocab, eos_token=list(self.eos_ids))
 
     def compile_schema(self, schema: Any, what: str) -> Grammar:
         """Return the grammar of JSON that a schema allows; `what` names it in errors."""
@@ -140,9 +140,9 @@ class Grammars:
         # Longest first: a name may begin with another one
         names = sorted(self._control, key=len, reverse=True)
         parts = re.split("|".join((f"({CHOSEN}", *map(re.escape, names))) + ")", text)
-        written = CHOICES | {name: f"<[{i}]>" for name, i in self._control.items()}
+        spellings = CHOICES | {name: f"<[{i}]>" for name, i in self._control.items()}
         return " ".join(
-            written.get(part) or json.dumps(part, ensure_ascii=False) for part in parts if part
+            spellings.get(part) or json.dumps(part, ensure_ascii=False) for part in parts if part
         )
 
     def write_text_tokens(self, but: str) -> str:
@@ -152,7 +152,6 @@ class Grammars:
         return f"<[{','.join(map(str, ids))}]>" if ids else ""
 
     def compile_lark(self, lark: str, what: str = "tools") -> Grammar:
-        """Return a grammar in llguidance's variant of Lark, made of checked rules."""
         with name_in_errors(what):
             check_size(lark, "the schemas of a request together")
             matcher = self._make_matcher(lark)
@@ -188,7 +187,7 @@ class Grammars:
         parts = itertools.islice(_walk_objects(schema), 1 + MAX_PARTS_SEARCHED)
         shared = pick_shared(schema)
         errors = ((place, part, self._find_error(shared | part)) for place, part in parts)
-        return [wrong for wrong in errors if wrong[2]]
+        return [error for error in errors if error[2]]
 
     def _leave_out_refused(self, schema: dict[str, Any]) -> list[str]:
         """Delete keywords that llguidance refuses, and return their places."""
@@ -197,9 +196,9 @@ class Grammars:
             place, part, _ = max(self._find_wrong_parts(schema), key=lambda wrong: len(wrong[0]))
             names = sorted(part.keys() - {"x-guidance"}, key=lambda name: (name == "type", name))
             shared = pick_shared(schema)
-            without = {name: shared | {n: part[n] for n in part if n != name} for name in names}
+            reduced = {name: shared | {n: part[n] for n in part if n != name} for name in names}
             # Removing any keyword may help; "type" is tried last, since it says the most
-            name = next((name for name in names if not self._find_error(without[name])), names[0])
+            name = next((name for name in names if not self._find_error(reduced[name])), names[0])
             del part[name]
             left_out.append(f"{place}.{name}")
         return left_out
@@ -252,7 +251,6 @@ class Grammar:
     ended: bool = field(default=False, init=False)
 
     def copy(self) -> Grammar:
-        """Return the grammar of another answer, from the beginning."""
         return dataclasses.replace(self, matcher=self.matcher.deep_copy())
 
     def mask(self, index: int) -> np.ndarray:

@@ -61,10 +61,10 @@ class Metrics(Collector):
             if name in values:
                 yield CounterMetricFamily(f"laneformer_{name}", text, values[name])
         yield from (*totals.first_token.collect(), *totals.gap.collect())
-        ended = CounterMetricFamily("laneformer_ended", "Requests by their end", labels=["reason"])
+        ends = CounterMetricFamily("laneformer_ended", "Requests by their end", labels=["reason"])
         for reason, count in list(totals.ended.items()):
-            ended.add_metric([reason], count)
-        yield ended
+            ends.add_metric([reason], count)
+        yield ends
         last = "while the request decoded that ended last"
         yield make_gauge("tokens_per_second", f"New tokens a second {last}", totals.tokens_per_s)
         if (share := totals.processor_share) is not None:
@@ -74,9 +74,9 @@ class Metrics(Collector):
             yield make_gauge(
                 "probe_bytes_per_second", "Most read by all threads, without requests", probe
             )
-            used = totals.passes_per_s * self._facts["weight_bytes"] / probe
+            share_read = totals.passes_per_s * self._facts["weight_bytes"] / probe
             yield make_gauge(
-                "bandwidth_ratio", f"Weights read, as a part of the probe, {last}", used
+                "bandwidth_ratio", f"Weights read, as a part of the probe, {last}", share_read
             )
 
 

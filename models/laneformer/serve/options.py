@@ -77,13 +77,12 @@ class ServerOptions:
             setattr(self, name, in_range(name, getattr(self, name), kind, low, high))
 
     def listen(self, or_next: bool = False) -> socket.socket:
-        """Return a listening socket, with `or_next` on one of the next ports."""
         family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
         try:
             # One socket for IPv4 and IPv6 where the system has both
-            both = self.host == "::" and socket.has_dualstack_ipv6()
+            dual_stack = self.host == "::" and socket.has_dualstack_ipv6()
             listening = socket.create_server(
-                (self.host, self.port), family=family, dualstack_ipv6=both
+                (self.host, self.port), family=family, dualstack_ipv6=dual_stack
             )
         except OSError as error:
             if or_next and error.errno == errno.EADDRINUSE and self.port < RANGES["port"][2]:

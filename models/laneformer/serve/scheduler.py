@@ -71,7 +71,7 @@ class Running:
         self.left = False
         self._scheduler = scheduler
         self._tokens: list[GeneratedToken] = []
-        self._news = asyncio.Event()
+        self._wake_event = asyncio.Event()
         # Cancels the request; set by Scheduler.submit
         self._deadline: asyncio.TimerHandle | None = None
 
@@ -85,8 +85,8 @@ class Running:
                 if self.error is not None:
                     raise self.error
                 raise StopAsyncIteration
-            self._news.clear()
-            await self._news.wait()
+            self._wake_event.clear()
+            await self._wake_event.wait()
         tokens = self._tokens
         self._tokens = []
         return tokens
@@ -114,7 +114,7 @@ class Running:
                 self.error = None
             if self._deadline is not None:
                 self._deadline.cancel()
-        self._news.set()
+        self._wake_event.set()
 
     # The methods below run on the engine's thread
 
@@ -173,7 +173,7 @@ class Scheduler:
         self.max_joined = self.batch.max_joined
         self.totals = Totals()
         self.failure: str | None = None  # of the thread: nothing runs afterwards
-        self.unanswered = False  # the device does not answer: the cause of that failure
+        self.has_hung = False  # the device does not answer: the cause of that failure
         self.stopping = False  # no new answers are accepted
         self.waiting: deque[Running] = deque()
         self.running: set[Running] = set()  # out of the queue, and not ended
@@ -181,7 +181,7 @@ class Scheduler:
         self._closing = False
         self._changed = threading.Condition(threading.Lock())
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._news: list[tuple[Running, Update]] = []  # not read by the loop yet
+        self._undelivered: list[tuple[Running, Update]] = []  # not read by the loop yet
         self._delivered_s = 0.0
         self._request_s = 1.0  # mean time that a request takes
         self._thread = threading.Thread(target=self._serve, name="laneformer-engine", daemon=True)
@@ -206,10 +206,10 @@ class Scheduler:
             self.waiting.append(running)
             self._changed.notify()
         if self.deadline_s is not None:
-            late = ServingError(
+            timeout = ServingError(
                 f"the request was not finished within its deadline of {self.deadline_s:g} s"
             )
-            running._deadline = self._loop.call_later(self.deadline_s, running.cancel, late)
+            running._deadline = self._loop.call_later(self.deadline_s, running.cancel, timeout)
         return running
 
     async def stop(self, grace_s: float) -> None:
@@ -224,7 +224,6 @@ class Scheduler:
             )
 
     def close(self) -> None:
-        """End everything with an error and wait for the thread."""
         with self._changed:
             self._closing = True
             self._changed.notify()
@@ -251,17 +250,17 @@ class Scheduler:
         except BaseException as error:
             log.exception("the engine's thread has failed")
             self.failure = f"the engine's thread has failed: {error!r}"
-            self.unanswered = self.batch.unanswered
+            self.has_hung = self.batch.has_hung
         with self._changed:
             self._closing = True
             # submit raises from now on, so this list is complete
-            left = [*self.waiting, *self.running]
+            unfinished = [*self.waiting, *self.running]
             self.waiting.clear()
             self.running.clear()
         self._hand_over(
             [
                 (running, Update(-1, [], "error", error=self.failure or "it is closed"))
-                for running in left
+                for running in unfinished
             ]
         )
         self.batch.close()
@@ -276,9 +275,9 @@ class Scheduler:
         with self._changed:
             self._changed.wait_for(self._has_work)
             room = self.max_joined - len(self.running)
-            first = [self.waiting.popleft() for _ in range(min(room, len(self.waiting)))]
-            self.running.update(first)
-        for running in first:
+            admitted = [self.waiting.popleft() for _ in range(min(room, len(self.waiting)))]
+            self.running.update(admitted)
+        for running in admitted:
             self._join(running)
 
     def _has_work(self) -> bool:
@@ -299,7 +298,7 @@ class Scheduler:
         # Do not delay masks: the next token waits for them
         if not any(running.grammar for running in self._joined.values()):
             time.sleep(max(0.0, self._delivered_s + PACE_S - time.monotonic()))
-        news = []
+        updates = []
         for update in self.batch.updates(COLLECT_S):
             running = self._joined[update.ticket]
             now_s = time.monotonic()
@@ -316,8 +315,8 @@ class Scheduler:
                     self.running.discard(running)
             elif update.tokens:
                 self._allow(running, update.tokens)
-            news.append((running, update))
-        return news
+            updates.append((running, update))
+        return updates
 
     def _allow(self, running: Running, tokens: Sequence[GeneratedToken]) -> None:
         """Set the mask of the next token, where a grammar restricts it."""
@@ -334,22 +333,22 @@ class Scheduler:
             running.error = EngineError(f"the grammar of the request has failed: {error}")
             self.batch.leave(running.ticket)
 
-    def _hand_over(self, news: list[tuple[Running, Update]]) -> None:
-        if not news:
+    def _hand_over(self, updates: list[tuple[Running, Update]]) -> None:
+        if not updates:
             return
         self._delivered_s = time.monotonic()
         # One wake-up for everything that the loop has not read: a busy loop then reads longer runs
         # of tokens, not a longer queue of wake-ups
         with self._changed:
-            first = not self._news
-            self._news += news
-        if first and self._loop is not None:
+            is_first = not self._undelivered
+            self._undelivered += updates
+        if is_first and self._loop is not None:
             with contextlib.suppress(RuntimeError):  # the loop is closed: nobody reads
                 self._loop.call_soon_threadsafe(self._deliver)
 
     def _deliver(self) -> None:
         with self._changed:
-            news = self._news
-            self._news = []
-        for running, update in news:
+            updates = self._undelivered
+            self._undelivered = []
+        for running, update in updates:
             running._receive(update)

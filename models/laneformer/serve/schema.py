@@ -221,20 +221,20 @@ class ConversationRequest(OpenAIRequest):
 
     @model_validator(mode="after")
     def _check_combinations(self) -> Self:
-        most = self.max_completion_tokens
-        old = self.max_tokens
-        if None not in (most, old) and most != old:
+        max_completion = self.max_completion_tokens
+        max_tokens = self.max_tokens
+        if None not in (max_completion, max_tokens) and max_completion != max_tokens:
             refuse(
                 "max_tokens",
-                f"max_tokens = {old} contradicts max_completion_tokens = {most}; send one of them",
+                f"max_tokens = {max_tokens} contradicts max_completion_tokens = {max_completion}; send one of them",
             )
         self._check_tools()
         if self.top_logprobs and not self.logprobs:
             refuse("top_logprobs", "top_logprobs needs logprobs = true")
         if self.continue_final_message:
             self._check_continued()
-        own = {"messages", "tools", "add_generation_prompt", "continue_final_message"}
-        for name in own & self.chat_template_kwargs.keys():
+        reserved_names = {"messages", "tools", "add_generation_prompt", "continue_final_message"}
+        for name in reserved_names & self.chat_template_kwargs.keys():
             refuse(
                 "chat_template_kwargs",
                 f"chat_template_kwargs has {name!r}, which is a field of the request itself",
@@ -255,7 +255,6 @@ class ConversationRequest(OpenAIRequest):
             refuse("continue_final_message", f"continue_final_message {reason}")
 
     def _set_reasoning(self) -> None:
-        """Set the templates' variables of reasoning, and its budget."""
         effort = self.reasoning_effort or self.reasoning.effort
         variables: dict[str, Any] = {"reasoning_effort": effort} if effort else {}
         if effort == "none" or self.thinking.type == "disabled":

@@ -42,7 +42,6 @@ class ClientError(NamedTuple):
         return cls(status, message, kind, getattr(error, "param", None), code)
 
     def format_body(self, path: str = "") -> dict[str, Any]:
-        """Return the error as the API of this path spells it."""
         if path.startswith("/v1/messages"):
             kind = {"server_error": "api_error"}.get(self.type, self.type)
             return {"type": "error", "error": {"type": kind, "message": self.message}}
@@ -102,7 +101,7 @@ class AnswerResponse(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         # Whichever ends first: the answer, or the connection
-        gone = asyncio.create_task(wait_for_disconnect(receive))
+        disconnect = asyncio.create_task(wait_for_disconnect(receive))
         work = asyncio.create_task(
             self._send_stream(send)
             if self._answer.streamed
@@ -111,12 +110,12 @@ class AnswerResponse(Response):
         if self._answer.streamed:
             self._keeping = asyncio.create_task(self._keep_alive(work))
         try:
-            await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({work, disconnect}, return_when=asyncio.FIRST_COMPLETED)
         finally:
             self._answer.choices.cancel()
-            gone.cancel()
+            disconnect.cancel()
             work.cancel()
-            await asyncio.gather(work, gone, return_exceptions=True)
+            await asyncio.gather(work, disconnect, return_exceptions=True)
         if not work.cancelled():
             work.result()
 
@@ -164,9 +163,9 @@ class AnswerResponse(Response):
         with contextlib.suppress(TimeoutError):
             while True:
                 # Send a comment only if nothing else was sent meanwhile
-                before = self._writes
+                writes_before = self._writes
                 await asyncio.sleep(self._keep_alive_s)
-                if self._writes == before:
+                if self._writes == writes_before:
                     async with asyncio.timeout(STALLED_S):
                         await self._send_text(self._answer.silence)
         work.cancel()

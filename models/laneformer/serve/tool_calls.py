@@ -62,29 +62,29 @@ def probe_calls(
     def render(calls: int) -> str:
         # No template writes these names by itself, so they can be found in its output
         function = {"name": PROBE_NAME, "arguments": arguments}
-        sent = [
+        tool_calls = [
             {"id": call_id, "type": "function", "function": function} for call_id in ids[:calls]
         ]
-        fields = {"content": "", "tool_calls": sent} if calls else {"content": answer}
+        fields = {"content": "", "tool_calls": tool_calls} if calls else {"content": answer}
         return template.render(
             [{"role": USER, "content": "x"}, {"role": ASSISTANT, **fields}], tools=tools
         )
 
     # A conversation with a call is rendered: what stands around the function's name and its
     # arguments is the form. The grammar allows this form alone, and the parser looks for it.
-    plain = render(0)
-    one = ""
+    rendered_answer = render(0)
+    one_call = ""
     with contextlib.suppress(ChatError):
-        one = render(1)
+        one_call = render(1)
     # This template takes the arguments as a text of JSON
-    if as_text := not one or str(arguments) in one:
+    if as_text := not one_call or str(arguments) in one_call:
         arguments = spelled
-        one = render(1)
+        one_call = render(1)
     # What stands around every message of an assistant
-    before, _, after = plain.partition(answer)
-    shared = next(n for n in range(len(before), -1, -1) if one.startswith(before[:n]))
+    before, _, after = rendered_answer.partition(answer)
+    shared = next(n for n in range(len(before), -1, -1) if one_call.startswith(before[:n]))
     match = re.fullmatch(
-        f"(?s)(.+?){PROBE_NAME}(.*?){re.escape(spelled)}(.*){re.escape(after)}", one[shared:]
+        f"(?s)(.+?){PROBE_NAME}(.*?){re.escape(spelled)}(.*){re.escape(after)}", one_call[shared:]
     )
     if match is None or not match[1].strip():
         return None
@@ -95,10 +95,10 @@ def probe_calls(
         # Fewer parts: the template shows the first call alone
         if len(parts) == 4:
             before_name, _, after_name = parts[1]
-            counted = replace_number(middle, after_name)
-            if before_name == parts[2][0] and (counted != middle or after_name == middle):
+            numbered_middle = replace_number(middle, after_name)
+            if before_name == parts[2][0] and (numbered_middle != middle or after_name == middle):
                 between = before_name
-            middle = counted
+            middle = numbered_middle
     if CALL_ID in end or "probed" in f"{begin}{middle}{end}{between}":
         # An id behind its call would come too late
         return None
@@ -113,9 +113,9 @@ def replace_ids(text: str) -> str:
 def replace_number(first: str, second: str) -> str:
     """Return what stands behind a call's name, with CALL_NUMBER for a number that counts."""
     numbers = zip(re.finditer(r"\d+", first), re.finditer(r"\d+", second), strict=False)
-    for one, other in numbers:
-        if int(other[0]) == int(one[0]) + 1:
-            return first[: one.start()] + CALL_NUMBER + first[one.end() :]
+    for first_number, second_number in numbers:
+        if int(second_number[0]) == int(first_number[0]) + 1:
+            return first[: first_number.start()] + CALL_NUMBER + first[first_number.end() :]
     return first
 
 
@@ -125,7 +125,7 @@ class ToolCalling:
     def __init__(self, tokenizer_config: Mapping[str, Any], grammars: Grammars):
         self.grammars = grammars
         self.form = HERMES
-        self.described = True
+        self.describes_tools = True
         self.reads_system = True
         try:
             template = ChatTemplate(tokenizer_config)
@@ -136,7 +136,7 @@ class ToolCalling:
         form = read_form(template, [{"type": "function", "function": probe}])
         if form := HARMONY if speaks_harmony(tokenizer_config) else form:
             self.form = form
-            self.described = False
+            self.describes_tools = False
         try:
             messages = [{"role": SYSTEM, "content": "probed_text"}, {"role": USER, "content": "x"}]
             self.reads_system = "probed_text" in template.render(messages)
@@ -144,7 +144,6 @@ class ToolCalling:
             self.reads_system = False
 
     def select_tools(self, request: ConversationRequest) -> ToolUse:
-        """Return the tools of a request, and which of them may be called."""
         functions = [tool.function.to_template() for tool in request.tools]
         # A named function is the only one that may be called, and once
         choice = request.tool_choice
@@ -156,8 +155,6 @@ class ToolCalling:
 
 @dataclass(frozen=True)
 class ToolUse:
-    """The tools of one request."""
-
     calling: ToolCalling
     functions: list[dict[str, Any]]
     names: tuple[str, ...]  # of the functions that may be called
@@ -167,19 +164,18 @@ class ToolUse:
 
     @property
     def form(self) -> CallForm | None:
-        """The form of calls, None where there can be none."""
         return self.calling.form if self.names else None
 
     @property
     def template_tools(self) -> list[dict[str, Any]]:
-        if self.calling.described or not self.names:
+        if self.calling.describes_tools or not self.names:
             return []
         return [{"type": "function", "function": function} for function in self.functions]
 
     def translate_messages(self, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         """Return the messages as the model's template takes calls and results."""
         copies = copy.deepcopy(list(messages))
-        if self.calling.described:
+        if self.calling.describes_tools:
             return self._describe_tools(copies)
         if self.calling.form is HARMONY:
             copies = list(translate_to_harmony(copies))
@@ -205,8 +201,8 @@ class ToolUse:
                 continue
             for message in group:
                 if calls := message.pop("tool_calls", None):
-                    written = self.calling.form.write([call["function"] for call in calls])
-                    message["content"] = "\n".join(filter(None, [message.get("content"), written]))
+                    text = self.calling.form.write([call["function"] for call in calls])
+                    message["content"] = "\n".join(filter(None, [message.get("content"), text]))
                 texts.append(message)
         if self.names:
             functions = "\n".join(
@@ -220,14 +216,13 @@ class ToolUse:
         return texts
 
     def make_grammar(self) -> Grammar | None:
-        """Return the grammar of the answer; None where no call is allowed."""
         if not self.names:
             return None
         form = self.calling.form
         grammars = self.calling.grammars
         literal = grammars.write_literal
         rules = []
-        called = []
+        call_rules = []
         for number, function in enumerate(self.functions):
             if function["name"] in self.names:
                 what = f"tools[{number}].function.parameters"
@@ -239,19 +234,19 @@ class ToolUse:
                 if form is HARMONY:
                     # The function stands in either of two places of a header
                     header = literal(f" to={FUNCTIONS}{name}{CHANNEL}commentary")
-                    called.append(f"({literal(form.begin + name)} | {header}) kind a{number}")
+                    call_rules.append(f"({literal(form.begin + name)} | {header}) kind a{number}")
                 else:
-                    called.append(f"{literal(name + form.middle)} a{number}")
-        call = f"call: {' | '.join(called)}"
+                    call_rules.append(f"{literal(name + form.middle)} a{number}")
+        call = f"call: {' | '.join(call_rules)}"
         if form is HARMONY:
             answer = "preamble? (call | final TEXT)" if self.optional else "call"
             return grammars.compile_lark(
                 "\n".join([grammars.write_harmony_rules(answer), call, *rules])
             )
-        more = (
+        more_calls = (
             f"({literal(form.between)} call)*" if self.parallel and form.between is not None else ""
         )
-        calls = f"call {more} {literal(form.end)}"
+        calls = f"call {more_calls} {literal(form.end)}"
         marker = form.marker
         rest = f"{literal(form.begin.removeprefix(form.marker))} {calls}"
         token = grammars.write_text_tokens(but=marker)
@@ -259,8 +254,8 @@ class ToolUse:
         if not self.optional:
             start = f"start: {literal(form.begin)} {calls}"
         elif marker == "{":
-            more = f"({token} TEXT)*" if token else ""
-            start = f"start: FIRST? {more} | {literal(form.begin)} {calls}\nFIRST: /[^{{](.|\\n)*/"
+            more_calls = f"({token} TEXT)*" if token else ""
+            start = f"start: FIRST? {more_calls} | {literal(form.begin)} {calls}\nFIRST: /[^{{](.|\\n)*/"
         else:
             # The marker may come as one token, and as its letters
             before = f"(TEXT {token})*" if token else ""

@@ -4,6 +4,8 @@ On CUDA, SDPA's flash kernel takes no mask and its memory-efficient one no group
 not take all shapes, and the math kernel materializes all scores. Compiled FlexAttention is one fused
 kernel that skips the blocks a window or a document boundary empties; without compile it materializes
 the scores, too. SDPA remains on the CPU and where no mask is needed.
+
+    B batch   S sequence
 """
 
 from __future__ import annotations
@@ -18,12 +20,12 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 from ..config import LaneformerConfig
 from ..model import LaneAttention
 from ..positions import causal_mask
-from .products import one_product
+from .products import multiply_fused
 
 
 class TitanAttention(LaneAttention):
     def project(self, x: Tensor) -> tuple[Tensor, ...]:
-        return one_product(x, self.wq, self.wk, self.wv)
+        return multiply_fused(x, self.wq, self.wk, self.wv)
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | BlockMask | None

@@ -2,9 +2,7 @@
 
     N products of one call: the lanes, or 1   T tokens (B*S)   O, K output and input features of one product
 
-`y = x w^T` and both of its gradients multiply float8 values and sum in float32. Scales are dynamic, as
-in torchao (arXiv 2209.05433, section 4.3): they map the largest value they cover to the format's
-largest.
+`y = x w^T` and both of its gradients multiply float8 values and sum in float32.
 """
 
 from __future__ import annotations
@@ -45,6 +43,8 @@ class Recipe:
 
     def scale(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         """Return the factor of x (N, M, K) before rounding: (N, 1, 1), or by row (N, M, 1), float32."""
+        # dynamic, as in torchao (arXiv 2209.05433, section 4.3): the largest value that a scale covers
+        # becomes the format's largest
         largest = x.abs().amax(-1 if self.by_row else (-2, -1), keepdim=True).float()
         scale = torch.finfo(dtype).max / largest.clamp(min=SMALLEST)
         # a row's scale is a power of two: sign and exponent without the 23 bits of the mantissa
@@ -127,7 +127,7 @@ class Float8Product(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None]:
         x, x_scale, weight, w_scale = ctx.saved_tensors
         recipe: Recipe = ctx.recipe
-        how = weight.dtype, recipe.fast_backward, ctx.emulate
+        options = weight.dtype, recipe.fast_backward, ctx.emulate
         # Hopper's tensor cores read both operands along the summed axis, so the weight's gradient
         # needs x and y's gradient transposed; in float8 that moves half the bytes
         x, x_scale = recipe.transpose(x, x_scale)
@@ -135,9 +135,9 @@ class Float8Product(torch.autograd.Function):
             w_scale = recipe.scale(weight.mT, E4M3)
         scale = recipe.scale(gradient, recipe.gradient)
         values = quantize(gradient, scale, recipe.gradient)
-        d_x = multiply_scaled(values, quantize(weight.mT, w_scale, E4M3), scale, w_scale, *how)
+        d_x = multiply_scaled(values, quantize(weight.mT, w_scale, E4M3), scale, w_scale, *options)
         values, scale = recipe.transpose(values, scale)
-        return d_x, multiply_scaled(values, x, scale, x_scale, *how), None, None
+        return d_x, multiply_scaled(values, x, scale, x_scale, *options), None, None
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,7 @@
-"""The training layer on the kernels of join_norm.py."""
+"""The training layer whose joins and norms are the Triton kernels of join_norm.py.
+
+B batch   S sequence   L lanes   D hidden
+"""
 
 from __future__ import annotations
 
@@ -44,19 +47,19 @@ class FusedLayer(TitanLayer):
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Return streams, normed streams, and the partial if it is to be broadcast."""
         # the kernels know Join.PAST only: other joins become a term to add
-        how, broadcast = self.joins[module], self.broadcasts[module]
+        join, broadcast = self.joins[module], self.broadcasts[module]
         term = partial
-        if how == Join.PRESENT and partial.shape[2] > 1:
+        if join == Join.PRESENT and partial.shape[2] > 1:
             term = partial.sum(2, keepdim=True)
-        if how == Join.NO_REDUCE:
+        if join == Join.NO_REDUCE:
             term = math.sqrt(partial.shape[2]) * partial
         lanes = max(h.shape[2], term.shape[2])
         h = _wide(h.expand(-1, -1, lanes, -1), norm)
         weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
-        h, x, handed_on = JoinNorm.apply(
-            h, term.expand_as(h), delayed, weight, eps, broadcast and how == Join.PAST
+        h, x, returned_partial = JoinNorm.apply(
+            h, term.expand_as(h), delayed, weight, eps, broadcast and join == Join.PAST
         )
-        return h, x, partial if broadcast and how != Join.PAST else handed_on
+        return h, x, partial if broadcast and join != Join.PAST else returned_partial
 
 
 def _wide(h: Tensor, norm: LaneRMSNorm | None) -> Tensor:

@@ -1,4 +1,7 @@
-"""Join and RMSNorm for training: operators around the Triton kernels, with one backward kernel."""
+"""Join and RMSNorm for training: operators around the Triton kernels, with one backward kernel.
+
+B batch   S sequence   L lanes   D hidden
+"""
 
 from __future__ import annotations
 
@@ -205,13 +208,13 @@ class JoinNorm(torch.autograd.Function):
         )
         d_h = d_h if ctx.normed else d_streams
         d_partial = d_partial if ctx.hand_on else d_h
-        needed = (
+        gradients_if_used = (
             (d_h, True),
             (d_partial, ctx.joined),
             (d_delayed, ctx.delayed),
             (d_weight, ctx.normed),
         )
-        return (*(gradient if has else None for gradient, has in needed), None, None)
+        return (*(gradient if has else None for gradient, has in gradients_if_used), None, None)
 
 
 def fuse_join_norm() -> None:
@@ -224,21 +227,21 @@ class FuseJoinNorm(GraphPass):
     def __call__(self, graph: torch.fx.Graph) -> None:
         operations = torch.ops.laneformer
         for norm in graph.find_nodes(op="call_function", target=operations.rms_norm.default):
-            joined = norm.args[0]
-            if joined.target is not operations.join.default:
+            join = norm.args[0]
+            if join.target is not operations.join.default:
                 continue
             with graph.inserting_before(norm):
-                both = graph.call_function(
-                    operations.join_norm.default, (*joined.args, *norm.args[1:])
+                join_norm = graph.call_function(
+                    operations.join_norm.default, (*join.args, *norm.args[1:])
                 )
-                both.meta["val"] = (joined.meta["val"], *norm.meta["val"])
-                streams = graph.call_function(operator.getitem, (both, 0))
-                streams.meta["val"] = joined.meta["val"]
+                join_norm.meta["val"] = (join.meta["val"], *norm.meta["val"])
+                streams = graph.call_function(operator.getitem, (join_norm, 0))
+                streams.meta["val"] = join.meta["val"]
             for part in list(norm.users):
-                part.args = (both, part.args[1] + 1)
-            joined.replace_all_uses_with(streams)
+                part.args = (join_norm, part.args[1] + 1)
+            join.replace_all_uses_with(streams)
             graph.erase_node(norm)
-            graph.erase_node(joined)
+            graph.erase_node(join)
 
     def uuid(self) -> str:
         return "laneformer join_norm 1"

@@ -63,7 +63,6 @@ def scales(weight, lane, column, inside, LANE_SCALES: tl.constexpr, D: tl.conste
 
 @triton.jit
 def store_tile(rows, column, values, inside):
-    """Round a tile to the dtype of a tensor and store it there."""
     tl.store(rows + column[None, :], values.to(rows.dtype.element_ty), mask=inside)
 
 

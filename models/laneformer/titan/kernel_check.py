@@ -45,27 +45,29 @@ def with_working_kernels(model: Any, job: JobConfig, prepare: Prepare) -> Any:
     """
     model.fallback = ""
     args, compiled = model.model_args, job.compile.enable and "model" in job.compile.components
-    scaled = model.float8 is not None and not model.float8.emulate
-    kernels = scaled or (args.attention, args.join_norm) != ("sdpa", "plain")
-    ours = [i for i, layer in enumerate(model.layers) if type(layer) in (TitanLayer, FusedLayer)]
+    is_float8 = model.float8 is not None and not model.float8.emulate
+    kernels = is_float8 or (args.attention, args.join_norm) != ("sdpa", "plain")
+    own_layers = [
+        i for i, layer in enumerate(model.layers) if type(layer) in (TitanLayer, FusedLayer)
+    ]
     # plain kernels without a GPU need no check
-    if not ours or not (kernels or (compiled and torch.cuda.is_available())):
+    if not own_layers or not (kernels or (compiled and torch.cuda.is_available())):
         return model
     # the last one with a window has a mask, and delayed outputs to add
-    layer = max(ours, key=lambda i: (i in model.config.swa_layers, i))
+    layer = max(own_layers, key=lambda i: (i in model.config.swa_layers, i))
     problems = [layer_problem(model, layer, job, prepare)]
     if dist.is_initialized():
         problems *= dist.get_world_size()
         dist.all_gather_object(problems, problems[0])
     forget_compiled()  # the job's shapes are the first that its layers see
-    failed = next((rank for rank, problem in enumerate(problems) if problem), None)
-    if failed is None:
+    failed_rank = next((rank for rank, problem in enumerate(problems) if problem), None)
+    if failed_rank is None:
         return model
     # float8 products that fail are the job's type's: to emulate them takes longer than that
-    plain = plain_model(model, job, None if scaled else model.float8)
+    plain = plain_model(model, job, None if is_float8 else model.float8)
     plain.fallback = (
-        f"model.attention = {args.attention}, model.join_norm = {args.join_norm} failed: {problems[failed]} "
-        f"(on rank {failed}); this job trains with plain layers instead, more slowly"
+        f"model.attention = {args.attention}, model.join_norm = {args.join_norm} failed: {problems[failed_rank]} "
+        f"(on rank {failed_rank}); this job trains with plain layers instead, more slowly"
     )
     logger.warning(f"Kernels: {plain.fallback}")
     job.compile.components = [part for part in job.compile.components if part != "model"]
@@ -92,8 +94,8 @@ def layer_problem(model: Any, layer: int, job: JobConfig, prepare: Prepare) -> s
     try:
         rows = job.training.local_batch_size
         error = largest_error(run_layer(model, layer, job, dtype, rows, prepare), expected)
-    except Exception as raised:
-        return f"a layer's kernels fail: {type(raised).__name__}: {' '.join(str(raised).split())[:300]}"
+    except Exception as exception:
+        return f"a layer's kernels fail: {type(exception).__name__}: {' '.join(str(exception).split())[:300]}"
     return (
         "" if error <= allowed else f"layer {layer} is off by {error:.2g}, {allowed:.2g} is allowed"
     )
@@ -116,8 +118,8 @@ def run_layer(
     generator = torch.Generator(device).manual_seed(0)
 
     def draw(*shape: int, scale: float = 1.0, mean: float = 0.0) -> Tensor:
-        drawn = mean + scale * torch.randn(*shape, generator=generator, device=device)
-        return drawn.bfloat16().to(dtype)  # the same numbers in every type
+        values = mean + scale * torch.randn(*shape, generator=generator, device=device)
+        return values.bfloat16().to(dtype)  # the same numbers in every type
 
     model.layers = nn.ModuleList([model.layers[index]])
     if prepare is not None:
@@ -126,10 +128,10 @@ def run_layer(
     with torch.no_grad():
         for name, parameter in layer.named_parameters():
             # scales that are all one would hide a missing one
-            own = (
+            moments = (
                 (0.25, 1.0) if name.endswith("norm.weight") else (parameter.shape[-1] ** -0.5, 0.0)
             )
-            parameter.copy_(draw(*parameter.shape, scale=own[0], mean=own[1]))
+            parameter.copy_(draw(*parameter.shape, scale=moments[0], mean=moments[1]))
 
     # of the streams, and of what is delayed
     lanes = [1 if config.equal_streams(index) else config.num_lanes]
@@ -146,8 +148,8 @@ def run_layer(
     outputs = [out for out in (streams, *partials) if out is not None]
     seeds = [draw(1, *out.shape[1:]).expand_as(out) for out in outputs]
     gradients = torch.autograd.grad(outputs, [*inputs, *layer.parameters()], seeds)
-    of_rows = [*outputs, *gradients[: len(inputs)]]
-    return [x[0].detach() for x in of_rows] + [x / rows for x in gradients[len(inputs) :]]
+    row_tensors = [*outputs, *gradients[: len(inputs)]]
+    return [x[0].detach() for x in row_tensors] + [x / rows for x in gradients[len(inputs) :]]
 
 
 def largest_error(tensors: list[Tensor], expected: list[Tensor]) -> float:

@@ -3,9 +3,7 @@
 The rank that owns a lane has its keys, values, heads, MLP rows and stream, which divides a sequence's
 activations by the ranks. Ranks exchange only sums of partial outputs.
 
-Gradients: a rank has the whole gradient of what it alone owns (a lane's stream, partial output and
-matrices). Of what all ranks have (the embedding, sums, equal streams, norm scales) it has its own
-lanes' part; a sum's backward pass, or FSDP for parameters, adds the parts.
+    B batch   S sequence   L lanes of this rank   D hidden   N tokens (B*S)
 """
 
 from __future__ import annotations
@@ -67,11 +65,11 @@ class LaneAxis(Lanes):
     def send(self, partial: Tensor) -> Any:
         return partial, _Start.apply(_own_sum(partial), self.group)
 
-    def receive(self, sent: Any, first_only: bool = False) -> Tensor:
-        partial, started = sent
-        return _Arrive.apply(started, self.group) - (partial[:, :, :1] if first_only else partial)
+    def receive(self, in_flight: Any, first_only: bool = False) -> Tensor:
+        partial, reduction = in_flight
+        return _Arrive.apply(reduction, self.group) - (partial[:, :, :1] if first_only else partial)
 
-    def together(
+    def combine_softmax_parts(
         self, denominators: Tensor, peaks: Tensor, chosen: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Combine values (N,) of this rank's part of the vocabulary into those of all of it.
@@ -101,7 +99,7 @@ def check_lane_axis(config: LaneformerConfig, job_config: Any) -> None:
             f"{OPTION} = {degree} does not divide num_lanes = {lanes}; choose from {choices}"
         )
     kernels = "plain" if job_config.model.join_norm == "auto" else job_config.model.join_norm
-    needs: dict[str, tuple[Any, Any, str]] = {
+    requirements: dict[str, tuple[Any, Any, str]] = {
         "lm_head_type": (
             config.lm_head_type,
             "vocab_parallel",
@@ -119,8 +117,8 @@ def check_lane_axis(config: LaneformerConfig, job_config: Any) -> None:
         ),
         "model.converters": (job_config.model.converters, [], "float8 products are of all lanes"),
     }
-    for name, (value, only, why) in needs.items():
-        if value != only:
+    for name, (value, required, why) in requirements.items():
+        if value != required:
             raise ValueError(
                 f"{OPTION} = {degree} is not possible with {name} = {value!r}: {why}; or set {OPTION} = 1"
             )
@@ -135,9 +133,9 @@ def give_lanes_to_ranks(model: Any, mesh: DeviceMesh) -> None:
         for name, parameter in list(module.named_parameters(recurse=False)):
             # what has a lane axis is cut along it, the rest is on every rank
             placement = Shard(0) if is_owned_by_lanes(module, parameter) else Replicate()
-            cut = distribute_tensor(parameter, mesh, [placement], src_data_rank=None)
+            shard = distribute_tensor(parameter, mesh, [placement], src_data_rank=None)
             module.register_parameter(
-                name, nn.Parameter(cut, requires_grad=parameter.requires_grad)
+                name, nn.Parameter(shard, requires_grad=parameter.requires_grad)
             )
             _read_own_part(module, name)
 
@@ -149,25 +147,28 @@ def is_owned_by_lanes(module: nn.Module, parameter: Tensor) -> bool:
 
 
 def _read_own_part(module: nn.Module, name: str) -> None:
-    """Let the parameter's name give the module's code the part that `own_parts` put beside it."""
+    """Return the part that `attach_own_parts` put beside the parameter."""
     kind, beside = type(module), f"own_{name}"
     module.__class__ = type(
         f"Own{kind.__name__}", (kind,), {name: property(lambda module: getattr(module, beside))}
     )
 
 
-def own_parts(*units: nn.Module) -> None:
+def attach_own_parts(*units: nn.Module) -> None:
     """Before each forward pass, give a unit's modules this rank's parts as plain tensors."""
     for unit in units:
         # outside of compiled code, whose backward pass could not keep a mesh
-        unit.register_forward_pre_hook(torch.compiler.disable(_own_parts))
+        unit.register_forward_pre_hook(torch.compiler.disable(_attach_own_parts))
 
 
-def _own_parts(unit: nn.Module, inputs: Any) -> None:
+def _attach_own_parts(unit: nn.Module, inputs: Any) -> None:
     for module in unit.modules():
         for name, parameter in module.named_parameters(recurse=False):
             assert isinstance(parameter, DTensor), f"{name} is on no mesh"
             (placement,) = parameter.placements
+            # a rank has the whole gradient of what it alone owns (a lane's stream, partial output and
+            # matrices). Of what all ranks have (embedding, sums, equal streams, norm scales) it has
+            # its own lanes' part: a sum's backward pass, or FSDP for parameters, adds the parts
             gradient = placement if placement.is_shard() else Partial()
             # not by setattr, which takes it for a parameter
             vars(module)[f"own_{name}"] = parameter.to_local(grad_placements=[gradient])

@@ -1,4 +1,7 @@
-"""A layer for training: the same mathematics, arranged so that a step moves fewer bytes."""
+"""A layer for training: the same mathematics, arranged so that a step moves fewer bytes.
+
+B batch   S sequence   L lanes   D hidden
+"""
 
 from __future__ import annotations
 
@@ -11,12 +14,12 @@ from ..joins import Join
 from ..lanes import LaneRMSNorm
 from ..model import LaneAttention, LaneFeedForward, LaneformerLayer, join_lanes
 from .attention import TitanAttention
-from .products import LaneSum, keep, one_product
+from .products import LaneSum, keep, multiply_fused
 
 
 class TitanFeedForward(LaneFeedForward):
     def project(self, x: Tensor) -> tuple[Tensor, ...]:
-        return one_product(x, self.w1, self.w3)
+        return multiply_fused(x, self.w1, self.w3)
 
 
 class KeptRMSNorm(LaneRMSNorm):

@@ -34,13 +34,13 @@ def softmax_parts(logits: Tensor, labels: Tensor, first: int = 0) -> tuple[Tenso
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     peak = wide.amax((0, 2))
     denominator = (wide - peak[None, :, None]).exp().sum((0, 2)).log() + peak
-    place = labels - first
-    own = (place >= 0) & (place < lanes * slice_size)
-    place = torch.where(own, place, 0)
-    chosen = wide[
-        place // slice_size, torch.arange(count, device=labels.device), place % slice_size
+    index = labels - first
+    is_own = (index >= 0) & (index < lanes * slice_size)
+    index = torch.where(is_own, index, 0)
+    label_logits = wide[
+        index // slice_size, torch.arange(count, device=labels.device), index % slice_size
     ]
-    return denominator, peak, torch.where(own, chosen, 0.0)
+    return denominator, peak, torch.where(is_own, label_logits, 0.0)
 
 
 def logits_gradient(
@@ -102,9 +102,9 @@ class ChunkedCrossEntropy(torch.autograd.Function):
             function(torch.bmm(part.transpose(0, 1), weight.mT), label, ctx.first)
             for part, label in zip(x.split(chunk), labels.split(chunk), strict=True)
         ]
-        denominators, peaks, chosen = (torch.cat(each) for each in zip(*parts, strict=True))
+        denominators, peaks, chosen = (torch.cat(chunks) for chunks in zip(*parts, strict=True))
         if axis is not None:
-            denominators, peaks, chosen = axis.together(denominators, peaks, chosen)
+            denominators, peaks, chosen = axis.combine_softmax_parts(denominators, peaks, chosen)
         losses = torch.where(labels == IGNORE_INDEX, 0.0, denominators - chosen)
         ctx.save_for_backward(x, weight, labels, denominators)
         ctx.mark_non_differentiable(denominators, peaks)
@@ -119,7 +119,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         # summed over the chunks in float32 at least: in bfloat16 every chunk would round the sum
         # again
         weight_gradient = torch.zeros(weight.shape, dtype=denominators.dtype, device=weight.device)
-        weighs, at = ctx.needs_input_grad[1], 0  # a frozen head has no gradient
+        trains_head, row = ctx.needs_input_grad[1], 0  # a frozen head has no gradient
         for part, label, denominator, gradient in zip(
             *(t.split(ctx.chunk) for t in (x, labels, denominators, gradients[0])), strict=True
         ):
@@ -127,11 +127,11 @@ class ChunkedCrossEntropy(torch.autograd.Function):
             # computed again: the forward pass keeps one number a token
             logits = torch.bmm(rows, weight.mT)
             d_logits = function(logits, denominator, label, gradient, ctx.z_loss_weight, ctx.first)
-            x_gradient[at : at + len(part)] = torch.bmm(d_logits, weight).transpose(0, 1)
-            if weighs:
+            x_gradient[row : row + len(part)] = torch.bmm(d_logits, weight).transpose(0, 1)
+            if trains_head:
                 weight_gradient += torch.bmm(d_logits.mT, rows)
-            at += len(part)
-        d_weight = weight_gradient.to(weight.dtype) if weighs else None
+            row += len(part)
+        d_weight = weight_gradient.to(weight.dtype) if trains_head else None
         return x_gradient, d_weight, None, None, None, None, None
 
 
@@ -200,8 +200,8 @@ class TitanHead(LMHead):
             return x, weight
         if self.kind == "replicate":
             return x.mean(1, keepdim=True), weight[None]
-        own = x.unflatten(-1, (x.shape[1], -1)).diagonal(dim1=1, dim2=2)  # (N, D/L, L)
-        return own.mT.flatten(1)[:, None], weight.transpose(0, 1).flatten(1)[None]
+        owned = x.unflatten(-1, (x.shape[1], -1)).diagonal(dim1=1, dim2=2)  # (N, D/L, L)
+        return owned.mT.flatten(1)[:, None], weight.transpose(0, 1).flatten(1)[None]
 
     @torch.no_grad()
     def likeliest(self, x: Tensor) -> Tensor:

@@ -73,14 +73,14 @@ def losses_with_drafts(
     labels: Tensor,
     trained: int | None,
     documents: Tensor | None,
-    kept_apart: Tensor | None,
+    masked_documents: Tensor | None,
 ) -> Tensor:
     """Return the model's losses (B, S) with the drafts' weighted gradients; fill `model.drafted`.
 
     Args:
         masks: One a layer, the head's last.
         documents: Of each token, (B, S).
-        kept_apart: The same where attention is restricted to documents.
+        masked_documents: The same where attention is restricted to documents.
     """
     training, config, head = model.model_args.mtp, model.config, model.lm_head
     steps = training.steps if model.training else VALIDATED_STEPS
@@ -94,7 +94,9 @@ def losses_with_drafts(
     normalizers, chosen = head.normalizers, head.chosen
     positions = torch.arange(labels.shape[1], device=labels.device)
     ropes = [rope, *(rope_table(config, positions + step) for step in range(1, steps))]
-    later = [step_mask(step, positions, masks[-1], kept_apart) for step in range(2, steps + 1)]
+    later = [
+        step_mask(step, positions, masks[-1], masked_documents) for step in range(2, steps + 1)
+    ]
     outputs = model.mtp(delivered, embedding, ropes, [masks[-1], *later])
     targets = torch.stack(
         [step_labels(labels, documents, model.model_args.bos_id, k) for k in range(1, steps + 1)]
@@ -104,9 +106,9 @@ def losses_with_drafts(
     accepted = None if model.training else count_accepted(chosen, head.chosen.view(targets.shape))
     head.normalizers = normalizers  # diagnostics are about the model's own logits
     model.drafted = Drafted(drafts.detach(), targets, accepted)
-    added = model.draft_weight * drafts.sum(0)
+    weighted_drafts = model.draft_weight * drafts.sum(0)
     # the drafts' value cancels, their gradient does not
-    return losses + added - added.detach()
+    return losses + weighted_drafts - weighted_drafts.detach()
 
 
 def step_labels(labels: Tensor, documents: Tensor | None, bos_id: int | None, step: int) -> Tensor:
@@ -120,10 +122,10 @@ def step_labels(labels: Tensor, documents: Tensor | None, bos_id: int | None, st
     targets[:, -step:] = IGNORE_INDEX
     if documents is None:
         return targets
-    begins = torch.eq(labels[:, -1:], -1 if bos_id is None else bos_id)
-    after = documents[:, -1:] + begins.to(documents.dtype)
-    of_label = torch.cat([documents[:, 1:], after], 1).roll(-step, 1)
-    return torch.where(of_label == documents, targets, IGNORE_INDEX)
+    begins_document = torch.eq(labels[:, -1:], -1 if bos_id is None else bos_id)
+    next_document = documents[:, -1:] + begins_document.to(documents.dtype)
+    label_documents = torch.cat([documents[:, 1:], next_document], 1).roll(-step, 1)
+    return torch.where(label_documents == documents, targets, IGNORE_INDEX)
 
 
 def step_mask(
@@ -145,5 +147,5 @@ def count_accepted(chosen: Tensor, drafted: Tensor) -> Tensor:
         chosen: Likeliest ids by the model, (B, S).
         drafted: By each step, (K, B, S).
     """
-    agree = torch.stack([each == chosen.roll(-k, 1) for k, each in enumerate(drafted, 1)])
+    agree = torch.stack([ids == chosen.roll(-k, 1) for k, ids in enumerate(drafted, 1)])
     return agree.cumprod(0).bool()

@@ -1,10 +1,4 @@
-"""Activation checkpointing, compile per layer, and FSDP2 or HSDP, in TorchTitan's order.
-
-Selective checkpointing keeps products that fan out (wq, wk, wv, w1, w3: D or F wide), the streams
-between attention and MLP, and the results of norms and attention. Products that fan in (wo, w2) give
-every lane a stream, L times D wide. No product is computed again, and of what is as wide as the streams
-only the join in front of the MLP's output.
-"""
+"""Activation checkpointing, compile per layer, and FSDP2 or HSDP, in TorchTitan's order."""
 
 from __future__ import annotations
 
@@ -25,13 +19,17 @@ from ..model import Laneformer
 from .fused_layer import FusedLayer
 from .join_norm import check_kernels, fuse_join_norm
 from .kernel_check import with_working_kernels
-from .lane_axis import OPTION, LaneAxis, give_lanes_to_ranks, own_parts
+from .lane_axis import OPTION, LaneAxis, attach_own_parts, give_lanes_to_ranks
 from .layer import TitanLayer
 from .private_torch import EXCHANGES, allow_variants, checkpoint_wrapper
 from .products import lower_keep_to_nothing
 from .spec import TitanLaneformer
 
 RECOMPILE_LIMIT = 64
+# Selective checkpointing keeps products that fan out (wq, wk, wv, w1, w3: D or F wide), the streams
+# between attention and MLP, and the results of norms and attention. Products that fan in (wo, w2)
+# give every lane a stream, L times D wide, and stay out. No product is computed again, and of what is
+# as wide as the streams only the join in front of the MLP's output
 KEPT_OPS = EXCHANGES | {
     torch.ops.laneformer.keep.default,
     torch.ops.laneformer.join.default,
@@ -64,15 +62,15 @@ def parallelize_laneformer(
         give_lanes_to_ranks(model, axis)
     checkpoint_and_compile(model, job_config)
     if axis is not None:
-        own_parts(model.tok_embeddings, *model.layers, model.norm, model.lm_head)
+        attach_own_parts(model.tok_embeddings, *model.layers, model.norm, model.lm_head)
     apply_fsdp(model, mesh, job_config)
     return model
 
 
 def refuse_other_layers(model: TitanLaneformer) -> None:
     # the lanes of an experiment's model may exchange in a way of their own
-    if own := {type(part) for part in (model, *model.layers)} - {TitanLaneformer, TitanLayer}:
-        names = ", ".join(sorted(kind.__name__ for kind in own))
+    if others := {type(part) for part in (model, *model.layers)} - {TitanLaneformer, TitanLayer}:
+        names = ", ".join(sorted(kind.__name__ for kind in others))
         raise ValueError(f"{OPTION} > 1 is not possible with {names}; set {OPTION} = 1")
 
 
@@ -87,8 +85,8 @@ def meshes(parallel_dims: ParallelDims) -> tuple[DeviceMesh, DeviceMesh | None]:
         return world, None
     # one device is an FSDP mesh of one for the same mixed precision: autocast's sums would widen
     # streams
-    both = init_device_mesh(world.device_type, (1, lanes.size()), mesh_dim_names=("fsdp", "tp"))
-    return both["fsdp"], both["tp"]
+    axes = init_device_mesh(world.device_type, (1, lanes.size()), mesh_dim_names=("fsdp", "tp"))
+    return axes["fsdp"], axes["tp"]
 
 
 def checkpoint_and_compile(model: Laneformer, job_config: JobConfig) -> None:
@@ -175,12 +173,12 @@ def apply_fsdp(model: Laneformer, mesh: DeviceMesh, job_config: JobConfig) -> No
     for layer in model.layers:
         shard(layer, reshard)
     # needed again at once by the backward pass, so gathering them twice would be waste
-    last = job_config.parallelism.fsdp_reshard_after_forward == "always"
+    at_end = job_config.parallelism.fsdp_reshard_after_forward == "always"
     if model.mtp is None:
-        shard([model.norm, model.lm_head], last)
+        shard([model.norm, model.lm_head], at_end)
     else:  # which calls the head once more, without the norm
-        for each in (model.norm, model.lm_head, model.mtp):
-            shard(each, last)
+        for part in (model.norm, model.lm_head, model.mtp):
+            shard(part, at_end)
     shard(model, reshard)
     for module in model.modules():
         if isinstance(module, FSDPModule):

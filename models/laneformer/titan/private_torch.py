@@ -47,13 +47,13 @@ def allow_variants(count: int) -> None:
 
 def start_reduction(x: Tensor, group: str, how: str = "sum") -> Tensor:
     """Start an all-reduce; its result must not be read before `wait_for_reduction`."""
-    started: Tensor = torch.ops._c10d_functional.all_reduce(x.contiguous(), how, group)
-    return started
+    reduction: Tensor = torch.ops._c10d_functional.all_reduce(x.contiguous(), how, group)
+    return reduction
 
 
-def wait_for_reduction(started: Tensor) -> Tensor:
+def wait_for_reduction(reduction: Tensor) -> Tensor:
     """Return the result of `start_reduction`, once it is complete."""
-    result: Tensor = torch.ops._c10d_functional.wait_tensor(started)
+    result: Tensor = torch.ops._c10d_functional.wait_tensor(reduction)
     return result
 
 

@@ -1,4 +1,7 @@
-"""The Laneformer as a TorchTitan model: arguments by flavor, FLOPs for MFU, construction, init."""
+"""The Laneformer as a TorchTitan model: arguments by flavor, FLOPs for MFU, construction, init.
+
+B batch   S sequence   D hidden   V vocabulary
+"""
 
 from __future__ import annotations
 
@@ -76,8 +79,8 @@ def choose_join_norm(job_config: JobConfig) -> str:
     kind = job_config.model.join_norm
     if kind == "auto":
         # the kernels need all lanes
-        whole = job_config.parallelism.tensor_parallel_degree == 1
-        kind = "triton" if whole and torch.cuda.is_available() else "plain"
+        has_all_lanes = job_config.parallelism.tensor_parallel_degree == 1
+        kind = "triton" if has_all_lanes and torch.cuda.is_available() else "plain"
     return kind
 
 
@@ -124,14 +127,14 @@ class TitanLaneformer(Laneformer):
             )
         if documents is None and bos_id is not None and (masked or self.mtp is not None):
             documents = document_ids(input_ids, bos_id)
-        kept_apart = documents if masked or self.mtp is None else None
-        masks = training_masks(self.config, input_ids, self.model_args.attention, kept_apart)
+        masked_documents = documents if masked or self.mtp is None else None
+        masks = training_masks(self.config, input_ids, self.model_args.attention, masked_documents)
         embedding = self.tok_embeddings(input_ids)
         if self.mtp is None or labels is None:
             layers = masks[: self.config.num_hidden_layers]
             return self.from_embedding(embedding, rope, layers, labels, trained)
         return losses_with_drafts(
-            self, embedding, rope, masks, labels, trained, documents, kept_apart
+            self, embedding, rope, masks, labels, trained, documents, masked_documents
         )
 
     def from_embedding(
@@ -166,5 +169,5 @@ class TitanLaneformer(Laneformer):
         for name, parameter in self.named_parameters():
             # checkpointed layers have a wrapper in their names, which must not change the numbers
             # drawn
-            plain = name.replace("_checkpoint_wrapped_module.", "")
-            init_parameter(self.config, plain, parameter, self.model_args.init_seed)
+            plain_name = name.replace("_checkpoint_wrapped_module.", "")
+            init_parameter(self.config, plain_name, parameter, self.model_args.init_seed)

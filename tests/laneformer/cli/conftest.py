@@ -17,17 +17,17 @@ TEMPLATE = (
 
 
 def tokenizer() -> Tokenizer:
-    own_tokenizer = byte_tokenizer()
-    own_tokenizer.add_tokens(["c", "d", "e", "f"])
-    own_tokenizer.add_special_tokens(
+    tokenizer = byte_tokenizer()
+    tokenizer.add_tokens(["c", "d", "e", "f"])
+    tokenizer.add_special_tokens(
         [AddedToken("<|begin|>", special=True), AddedToken("<|end|>", special=True)]
     )
-    assert own_tokenizer.token_to_id("<|end|>") == END
-    return own_tokenizer
+    assert tokenizer.token_to_id("<|end|>") == END
+    return tokenizer
 
 
 def talker(path: Path, model: Laneformer) -> Path:
-    """Return the folder of a model with a chat template."""
+    """Return the folder of a model that a chat template makes talk."""
     write_folder(path, model, eos_token_id=END)
     tokenizer().save(str(path / "tokenizer.json"))
     (path / "chat_template.jinja").write_text(TEMPLATE)
@@ -37,7 +37,6 @@ def talker(path: Path, model: Laneformer) -> Path:
 
 @pytest.fixture(scope="session")
 def folder(shared):
-    """Return the folder of a model that writes random bytes and letters."""
     # one id in 268 ends its message
     config = small_config(vocab_size=268, max_position_embeddings=4096)
     return shared("talker", lambda folder: talker(folder, random_model(config)))

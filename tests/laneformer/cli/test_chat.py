@@ -37,19 +37,25 @@ def talk(folder, lines, monkeypatch, *flags):
 def test_a_conversation_through_pipes(folder, tmp_path, monkeypatch, capsys):
     # lines end as on Linux or as on Windows
     file = tmp_path / "chat.json"
-    typed = (
+    input_lines = (
         f'hi\\\r\nthere\r\n"""\r\na\r\n\r\n  b"""\n/sav\n/nonsense\n\n/save\n/save {file}\n/help'
     )
-    talk(folder, typed, monkeypatch, "--system", "be d", "--temperature", "0.7")
+    talk(folder, input_lines, monkeypatch, "--system", "be d", "--temperature", "0.7")
     printed = capsys.readouterr()
-    system, one, two, three, four = json.loads(file.read_text())
+    system, first_question, first_answer, second_question, second_answer = json.loads(
+        file.read_text()
+    )
     assert system["content"] == "be d"
-    assert one["content"] == "hi\nthere"
-    assert three["content"] == "a\n\n  b"
-    assert printed.out == f"{two['content']}\n{four['content']}\n".translate(CONTROLS)
+    assert first_question["content"] == "hi\nthere"
+    assert second_question["content"] == "a\n\n  b"
+    assert printed.out == f"{first_answer['content']}\n{second_answer['content']}\n".translate(
+        CONTROLS
+    )
     with Engine.from_pretrained(folder) as engine:
         text = "<|begin|>s\nbe d<|end|>\n<|begin|>u\nhi\nthere<|end|>\n<|begin|>a\n"
-        assert two["content"] == engine.generate_text(text, max_new_tokens=12, temperature=0.7)
+        assert first_answer["content"] == engine.generate_text(
+            text, max_new_tokens=12, temperature=0.7
+        )
     for message in (
         "did you mean /save?",
         "unknown command /nonsense; there are /help",
@@ -68,19 +74,19 @@ def test_the_next_prompt_goes_on_where_the_cache_ends(folder):
         conversation = Conversation(engine, [])
         for turn, text in enumerate(("hi", "there", "you")):
             reply = conversation.fit([*conversation.messages, {"role": "user", "content": text}])
-            before = conversation.last
+            previous = conversation.last
             conversation.complete(
                 reply, print, print, max_new_tokens=20, temperature=1.0, seed=turn
             )
-            if before:
-                ids = before.ids if before.ids[-1] != END else before.ids[:-1]
-                prefix = [*before.prompt, *ids]
+            if previous:
+                ids = previous.ids if previous.ids[-1] != END else previous.ids[:-1]
+                prefix = [*previous.prompt, *ids]
                 assert reply.prompt[: len(prefix)] == prefix
                 closing = engine.tokenizer.decode(
                     reply.prompt[len(prefix) :], skip_special_tokens=False
                 )
                 assert closing.startswith("<|end|>\n")
-                assert engine.tokenizer.encode(before.text).ids != ids
+                assert engine.tokenizer.encode(previous.text).ids != ids
                 assert reply.statistics.reused_tokens >= len(prefix) - 1
         assert conversation.fit(conversation.messages[:-1]).prompt == reply.prompt, "once more"
 
@@ -139,6 +145,8 @@ def test_reasoning_is_beside_the_answer(text, more, monkeypatch, capsys):
 
 
 def test_oldest_turns_go_when_the_context_is_full(folder, tmp_path, monkeypatch, capsys):
+    # a letter is a token: the line of 5,000 is refused whole, and the fourth question needs the
+    # room of the first two turns
     file = tmp_path / "chat.json"
     long = "x" * 900
     lines = [f"1{long}", f"2{long}", f"3{long}", "y" * 5000, f"4{long}", f"/save {file}"]
@@ -153,17 +161,20 @@ def test_oldest_turns_go_when_the_context_is_full(folder, tmp_path, monkeypatch,
 
 def test_retry_reset_system_and_load(folder, tmp_path, monkeypatch, capsys):
     first, second, third = (tmp_path / f"{i}.json" for i in range(3))
-    typed = f"hi\n/save {first}\n/retry\n/save {second}\n/reset\n/retry\n/system b\n/system\n/save {third}"
-    talk(folder, typed, monkeypatch, "--temperature", "1")
-    one = json.loads(first.read_text())
-    two = json.loads(second.read_text())
-    assert one[0] == two[0]
-    assert one[1] != two[1]
+    commands = f"hi\n/save {first}\n/retry\n/save {second}\n/reset\n/retry\n/system b\n/system\n/save {third}"
+    talk(folder, commands, monkeypatch, "--temperature", "1")
+    first_messages = json.loads(first.read_text())
+    second_messages = json.loads(second.read_text())
+    assert first_messages[0] == second_messages[0]
+    assert first_messages[1] != second_messages[1]
     assert json.loads(third.read_text()) == []
     assert "there is nothing to answer yet" in capsys.readouterr().err
-    typed = f"/retry\n/save {second}\n/save {folder}/config.json"
-    talk(folder, typed, monkeypatch, "--temperature", "1", f"--load={first}")
-    assert json.loads(second.read_text()) == two, "the prompt encoded again gives the same answer"
+    commands = f"/retry\n/save {second}\n/save {folder}/config.json"
+    talk(folder, commands, monkeypatch, "--temperature", "1", f"--load={first}")
+    assert json.loads(second.read_text()) == second_messages, (
+        "the prompt encoded again gives the same answer"
+    )
+    # /save does not overwrite a file that holds no conversation
     assert "message 0 is {'model_type'" in capsys.readouterr().err
     assert "laneformer" in (folder / "config.json").read_text()
     first.write_text('[{"role": "tool"}]')
@@ -180,8 +191,6 @@ def test_what_a_terminal_would_obey_is_not_printed(folder, monkeypatch, capsys):
 
 
 class PseudoTerminal:
-    """A process in a pseudo terminal."""
-
     def __init__(self, *command: str):
         self.end, end = pty.openpty()
         self.process = subprocess.Popen(
@@ -191,6 +200,7 @@ class PseudoTerminal:
             stderr=end,
             start_new_session=True,
             env={**os.environ, "TERM": "xterm"},
+            # its controlling terminal, or Ctrl-C would reach no process
             preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
         )
         os.close(end)
@@ -207,13 +217,13 @@ class PseudoTerminal:
 
     def expect(self, pattern: str, timeout_s: float = 60) -> str:
         """Return the output up to and including the pattern."""
-        until = time.monotonic() + timeout_s
+        deadline_s = time.monotonic() + timeout_s
         while not (match := re.search(pattern, self.seen, re.S)):
-            assert time.monotonic() < until, f"no {pattern!r} in {self.seen!r}"
+            assert time.monotonic() < deadline_s, f"no {pattern!r} in {self.seen!r}"
             self.read(0.1)
-        before = self.seen[: match.end()]
+        matched = self.seen[: match.end()]
         self.seen = self.seen[match.end() :]
-        return before
+        return matched
 
     def interrupt_answer(self):
         """Send Ctrl-C once a line of endless text has come."""
@@ -248,8 +258,8 @@ def test_under_a_terminal_ctrl_c_stops_the_answer_and_ctrl_d_leaves(tmp_path):
         # between two looks, Python's `input` overhears a signal until a key comes
         while "\n> " not in terminal.seen:
             terminal.send("\x03")
-            until = time.monotonic() + 2
-            while "\n> " not in terminal.seen and time.monotonic() < until:
+            deadline_s = time.monotonic() + 2
+            while "\n> " not in terminal.seen and time.monotonic() < deadline_s:
                 terminal.read(timeout_s=0.1)
         terminal.expect("\n> ")
         terminal.send(f"/save {file}\n")

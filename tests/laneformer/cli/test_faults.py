@@ -29,7 +29,7 @@ FAST = "--threads 1 --no-cache"
 
 
 @pytest.fixture
-def own(folder, tmp_path):
+def model_copy(folder, tmp_path):
     """Return a copy that a test may damage."""
     return Path(shutil.copytree(folder, tmp_path / "own", ignore=shutil.ignore_patterns(".packed")))
 
@@ -72,11 +72,12 @@ chmod 0 {own}; {unprivileged} generate {own} {fast} --prompt a => 2 \
 
 @pytest.mark.job
 @pytest.mark.parametrize(("script", "status", "sentence"), parse_table(SCRIPTS, " => "))
-def test_a_command_ends_with_a_sentence_or_without_a_word(own, script, status, sentence):
-    words = {"own": own, "fast": FAST, "command": COMMAND, "unprivileged": DROP + COMMAND}
+def test_a_command_ends_with_a_sentence_or_without_a_word(model_copy, script, status, sentence):
+    words = {"own": model_copy, "fast": FAST, "command": COMMAND, "unprivileged": DROP + COMMAND}
     words["no_home"] = f"{sys.executable} -c {shlex.quote(NO_HOME)}"
     result, stderr = run(script.format_map(words), XDG_CACHE_HOME="")
     assert result == status, stderr
+    # null: anything may be said; "": nothing
     if sentence is not None:
         assert sentence.format_map(words) in stderr
         assert sentence or not stderr
@@ -95,9 +96,9 @@ WORDS = r"""
 
 
 @pytest.mark.parametrize(("words", "sentence"), parse_table(WORDS))
-def test_what_the_system_or_the_shell_gets_wrong_is_named(own, capsys, words, sentence):
+def test_what_the_system_or_the_shell_gets_wrong_is_named(model_copy, capsys, words, sentence):
     with pytest.raises(SystemExit) as stop:
-        main([word.format(own=own) for word in words])
+        main([word.format(own=model_copy) for word in words])
     assert stop.value.code == 2
     assert sentence in capsys.readouterr().err.removeprefix("laneformer: ")
 
@@ -115,15 +116,15 @@ class Gone(io.RawIOBase):
         raise KeyboardInterrupt if self.reads > 9 else OSError(errno.EIO, "Input/output error")
 
 
-def test_a_conversation_ends_with_its_terminal(own, monkeypatch):
+def test_a_conversation_ends_with_its_terminal(model_copy, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BufferedReader(Gone()), encoding="utf-8"))
-    main(["chat", str(own), *FAST.split()])
+    main(["chat", str(model_copy), *FAST.split()])
 
 
-def test_a_folder_may_have_any_name(own, tmp_path, monkeypatch, capsys):
+def test_a_folder_may_have_any_name(model_copy, tmp_path, monkeypatch, capsys):
     # packed weights go to the user's cache if its own folder takes none
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "user"))
-    odd = own.rename(os.fsdecode(os.fsencode(own) + b"\xe9"))
+    odd = model_copy.rename(os.fsdecode(os.fsencode(model_copy) + b"\xe9"))
     (odd / ".packed").touch()
     for _ in range(2):
         main(["generate", str(odd), "--prompt", "a", "--threads", "1", "--max-new-tokens", "2"])
@@ -170,6 +171,7 @@ def test_models_of_other_programs_beside_what_is_broken(tmp_path, monkeypatch, c
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
         if content == "LAYERS":
+            # Ollama's manifest; the model is one of its layers, a blob named by its digest
             kinds = (("license", "34"), ("model", path.name))
             prefix = "application/vnd.ollama.image"
             layers = [{"mediaType": f"{prefix}.{k}", "digest": f"sha256:{d}"} for k, d in kinds]
@@ -184,6 +186,7 @@ def test_models_of_other_programs_beside_what_is_broken(tmp_path, monkeypatch, c
     main(["models"])
     blob = "models/blobs/sha256-8"
     assert names.locate_model("m:8") == tmp_path / ".ollama" / blob
+    # OLLAMA_MODELS moves Ollama's folder, and no other program's
     (tmp_path / ".ollama").rename(tmp_path / "other")
     monkeypatch.setenv("OLLAMA_MODELS", str(tmp_path / "other/models"))
     assert names.locate_model("m:8") == tmp_path / "other" / blob
@@ -193,6 +196,7 @@ def test_models_of_other_programs_beside_what_is_broken(tmp_path, monkeypatch, c
 
 
 def test_more_than_the_model_or_the_machine_has_is_said(folder, caplog):
+    # a warning, not an error: the engine opens all the same
     for options, word in (
         ({"context_tokens": 4097}, "context_tokens = 4097: the model knows 4096"),
         ({"threads": 1 + (os.cpu_count() or 1)}, "threads = "),

@@ -19,7 +19,7 @@ GENERATE = ["--prompt", "hi", "--threads=1", "--max-new-tokens=4", "--no-cache"]
 
 def lay_out_hub(files, source, cache, patch) -> list[str]:
     """Replace Hugging Face by one repository with these files; return the list of downloads."""
-    fetched = []
+    downloads = []
 
     def list_repo_files(_, repository):
         if repository != TALKER:
@@ -33,7 +33,7 @@ def lay_out_hub(files, source, cache, patch) -> list[str]:
         # the library's own filter, and the layout of its cache
         for name in filter_repo_objects(files, **patterns):
             shutil.copy(source / name, revision)
-            fetched.append(name)
+            downloads.append(name)
         (folder / "refs").mkdir()
         (folder / "refs/main").write_text(COMMIT)
         return str(revision)
@@ -41,7 +41,7 @@ def lay_out_hub(files, source, cache, patch) -> list[str]:
     patch.setattr(names.constants, "HF_HUB_CACHE", str(cache))
     patch.setattr(names.huggingface_hub.HfApi, "list_repo_files", list_repo_files)
     patch.setattr(names.huggingface_hub, "snapshot_download", snapshot_download)
-    return fetched
+    return downloads
 
 
 @pytest.mark.job
@@ -51,14 +51,14 @@ def test_a_name_is_fetched_once_listed_and_told_where_it_cannot_be(
     monkeypatch.setattr(Path, "home", lambda: tmp_path)
     files = [file.name for file in folder.iterdir() if file.is_file()]
     others = ["README.md", "original/model.safetensors"]
-    fetched = lay_out_hub([*files, *others], folder, tmp_path / "cache", monkeypatch)
+    downloads = lay_out_hub([*files, *others], folder, tmp_path / "cache", monkeypatch)
     printed = []
     # the second time, and as a small model, it is in the cache
     for flags in ([], ["--draft", TALKER]):
         main(["generate", TALKER, *GENERATE, *flags])
         printed.append(capsys.readouterr().out)
     assert printed[0] == printed[1]
-    assert sorted(fetched) == sorted(files), "once, and nothing else"
+    assert sorted(downloads) == sorted(files), "once, and nothing else"
     main(["models", "--json"])
     assert TALKER in [json.loads(line)["name"] for line in capsys.readouterr().out.splitlines()]
     with pytest.raises(SystemExit) as exit_info:
@@ -88,16 +88,17 @@ def test_which_file_of_a_repository(files, quantisation, chosen):
 
 
 def test_a_file_in_parts_is_one_model(tmp_path, monkeypatch):
-    fetched = []
+    # the first part is what the engine opens; it comes first, however the repository lists them
+    downloads = []
     monkeypatch.setattr(names.huggingface_hub.HfApi, "list_repo_files", lambda *_: files)
     monkeypatch.setattr(
         names.huggingface_hub,
         "hf_hub_download",
-        lambda _, name: fetched.append(name) or tmp_path / name,
+        lambda _, name: downloads.append(name) or tmp_path / name,
     )
     files = ["m-BF16-00002-of-00002.gguf", "m-Q8_0.gguf", "m-BF16-00001-of-00002.gguf"]
     assert names.download_model("o/m", "bf16") == tmp_path / files[2]
-    assert fetched == [files[2], files[0]]
+    assert downloads == [files[2], files[0]]
     monkeypatch.setattr(Path, "home", lambda: tmp_path)
     folder = tmp_path / ".lmstudio/models/o/m"
     folder.mkdir(parents=True)

@@ -41,7 +41,9 @@ def test_a_server_goes_on_after_sigterm(serve, tmp_path):
     assert first.stop(timeout_s=300) == 0
     assert "warning" not in first.output().lower()
     (path,) = tmp_path.iterdir()
+    # other users may not read what was asked
     assert path.stat().st_mode & 0o777 == 0o600
+    # all but the prompt's last id are reused: reading that one gives the next token's logits
     second = serve(tmp_path, "--cache-dir-bytes=12345678")
     assert complete(second, prompt) == (text, len(prompt) - 1)
     facts = httpx.get(f"{second.url}/props").json()["saved_prefixes"]

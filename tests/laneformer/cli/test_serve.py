@@ -60,6 +60,7 @@ def test_mistakes_are_told_before_the_weights_are_loaded(capsys):
 
 
 def test_the_port_is_taken_and_health_answers_while_weights_load():
+    # weights may load for minutes: who asks then gets an answer, and a second server another port
     options = ServerOptions("m", port=0)
     with options.listen() as listening:
         host, port = listening.getsockname()
@@ -68,9 +69,9 @@ def test_the_port_is_taken_and_health_answers_while_weights_load():
                 health = httpx.get(f"http://{host}:{port}/health")
                 assert health.status_code == 503
                 assert health.json() == {"status": "loading"}
-        taken = ServerOptions("m", port=port)
+        second_options = ServerOptions("m", port=port)
         refusal = f"cannot listen on port {port} of 127.0.0.1: Address already in use; choose another --port"
         with pytest.raises(ValueError, match=refusal):
-            taken.listen()
-        with taken.listen(or_next=True) as other:
+            second_options.listen()
+        with second_options.listen(or_next=True) as other:
             assert port < other.getsockname()[1] < port + 100

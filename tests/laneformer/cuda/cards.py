@@ -1,8 +1,4 @@
-"""GPUs in use, a driver's limits on each, and models that run on them.
-
-Multiprocessors come from NVIDIA's data sheets and white papers, their limits from "Technical
-specifications per compute capability" in the CUDA C++ programming guide.
-"""
+"""GPUs in use, a driver's limits on each, and models that run on them."""
 
 from __future__ import annotations
 
@@ -14,6 +10,7 @@ from laneformer.llama.config import config_of_llama, lanes_for_gpus
 
 # of a multiprocessor: KiB of shared memory, KiB that one block may use, threads; the registers are
 # 65,536 on all
+# From "Technical specifications per compute capability" in the CUDA C++ programming guide.
 LIMITS = {
     80: (164, 163, 2048), 86: (100, 99, 1536), 89: (100, 99, 1536), 90: (228, 227, 2048), 100: (228, 227, 2048),
     120: (100, 99, 1536),
@@ -43,6 +40,7 @@ class Card:
         return Machine(self.multiprocessors, self.shared_block, self.architecture)
 
 
+# Multiprocessors come from NVIDIA's data sheets and white papers.
 CARDS = {
     "A100 40 GB, 80 GB": Card(108, 80),
     "A10": Card(72, 86),
@@ -59,7 +57,7 @@ CARDS = {
 
 
 def llama(**values) -> LaneformerConfig:
-    """Return a model's configuration on one GPU, from the values of its config.json."""
+    """Return a configuration from the values of its config.json."""
     return config_of_llama(values, lanes_for_gpus(values, 1))
 
 

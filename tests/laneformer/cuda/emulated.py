@@ -1,7 +1,4 @@
-"""The CUDA engine's host side, PassDecoder, with its kernels on the emulator and memory on the CPU.
-
-A launch runs in its own thread, as a GPU runs beside the host.
-"""
+"""The CUDA engine's host side, PassDecoder, with its kernels on the emulator and memory on the CPU."""
 
 from __future__ import annotations
 
@@ -54,7 +51,7 @@ class Running:
 
 
 def build_unit(geometry, text, builds) -> ctypes.CDLL:
-    """Build the emulated library of a text that includes some of the kernels' headers."""
+    """Build a text that includes some of the kernels' headers."""
     source = f"#define GRAPH 0\n{constants_of(geometry)}{text}"
     return emulator.build(source, INCLUDES, {"TABLE": "constexpr"}, builds)
 
@@ -121,7 +118,6 @@ class EmulatedPasses(PassDecoder):
         return [*smaller, self.library]
 
     def build(self, source, builds, folder=FOLDER) -> ctypes.CDLL:
-        """Build the kernels of a source that includes those of `folder`."""
         source += "".join(f"EMULATE({kernel}, Decode)\n" for kernel in KERNELS[self.version])
         return emulator.build(
             source, [folder, *INCLUDES], {"TABLE": "constexpr"}, builds, self.races
@@ -159,6 +155,7 @@ class EmulatedPasses(PassDecoder):
         if self.version == "passes":
             emulate("pass", arguments, blocks=self.geometry.blocks)
             return
+        # a graph reads its state from device memory; its nodes are launches, one after the other
         argument, state = arguments[0], GraphState.of(arguments[0].order)
         ctypes.memmove(argument.graph, ctypes.addressof(state), ctypes.sizeof(state))
         for _ in range(1 + argument.order.ahead):

@@ -26,13 +26,9 @@ FLAGS = ("-O1", "-std=c++20", "-fPIC", "-w", "-DEMULATED")
 MACHINE = ("clocks.h", "launch.h", "machine.h", "order.h", "races.h", "scheduler.h", "warp.h")
 # races.h takes the place of the sanitizer's library
 SEES_PLAIN = ("-fsanitize=thread", "-DSEES_PLAIN")
-MISSING = (
-    "the CUDA emulator needs g++"
-    if shutil.which("g++") is None
-    else "the CUDA emulator needs an x86-64 CPU"
-    if platform.machine() not in ("x86_64", "AMD64")
-    else ""
-)
+MISSING = "" if shutil.which("g++") else "the CUDA emulator needs g++"
+if platform.machine() not in ("x86_64", "AMD64"):
+    MISSING = "the CUDA emulator needs an x86-64 CPU"
 WATCHDOG = 1
 
 
@@ -77,17 +73,12 @@ def build(
     command = ["g++", *options, *(f"-I{f}" for f in folders)]
     if not races:
         command += ["-include", str(precompile_headers())]
-    included = [
-        p
-        for folder in folders
-        for p in sorted(folder.iterdir())
-        if p.suffix in (".h", ".cuh", ".cu")
-    ]
+    sources = [path for folder in folders for path in sorted(folder.iterdir())]
     # what the folders hold, not where they are: a copy of the sources is the same build
     parts = [
         repr((options, compiler())).encode(),
         source.encode(),
-        *(p.read_bytes() for p in included),
+        *(path.read_bytes() for path in sources if path.suffix in (".h", ".cuh", ".cu")),
     ]
     library = cache_dir / f"emulated-{key_of(parts)}.so"
     if not library.exists():
@@ -114,9 +105,9 @@ def key_of(parts: Sequence[bytes]) -> str:
 
 
 def compile_step(what: str, command: Sequence[str | Path]):
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        raise RuntimeError(f"{what} does not compile:\n{done.stderr}")
+    result = subprocess.run(command, capture_output=True, text=True)
+    if result.returncode:
+        raise RuntimeError(f"{what} does not compile:\n{result.stderr}")
 
 
 @functools.cache
@@ -131,9 +122,9 @@ def precompile_headers() -> Path:
     if not folder.exists():
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder.parent) as temporary:
-            made = Path(temporary) / "made"
-            made.mkdir()
-            (made / "machine_first.h").write_text(
+            unit_folder = Path(temporary) / "made"
+            unit_folder.mkdir()
+            (unit_folder / "machine_first.h").write_text(
                 "".join(f'#include "{name}"\n' for name in ("math.h", *MACHINE))
             )
             command = [
@@ -142,11 +133,11 @@ def precompile_headers() -> Path:
                 f"-I{FOLDER}",
                 "-x",
                 "c++-header",
-                str(made / "machine_first.h"),
+                str(unit_folder / "machine_first.h"),
             ]
             compile_step("the emulator's machine", command)
             with contextlib.suppress(OSError):  # another process was first
-                made.rename(folder)
+                unit_folder.rename(folder)
     return folder / "machine_first.h"
 
 
@@ -193,7 +184,7 @@ def launch(
         library.emulator_plain(name.encode(), ctypes.c_void_p(address), ctypes.c_uint64(size))
     message = ctypes.create_string_buffer(16384)
     kind = type(grids[0])  # the others' may be an equal class
-    failed = getattr(library, f"emulate_{kernel}")(
+    status = getattr(library, f"emulate_{kernel}")(
         (kind * len(grids))(*map(kind.from_buffer_copy, grids)),
         len(grids),
         blocks,
@@ -205,7 +196,7 @@ def launch(
         message,
         len(message),
     )
-    if failed:
+    if status:
         raise EmulationError(f"{kernel}, seed {seed}: {message.value.decode()}")
     figures = (ctypes.c_uint64 * 4)()
     library.emulator_report(figures)

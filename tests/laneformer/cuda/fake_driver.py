@@ -1,8 +1,4 @@
-"""A CUDA driver for one card without a GPU: refuses blocks that cannot be resident, records launches.
-
-Structures and enumerations are those of cuda-bindings. Machine code is taken to need the registers
-of __launch_bounds__ and the size of the argument.
-"""
+"""A CUDA driver for one card without a GPU: refuses blocks that cannot be resident, records launches."""
 
 from __future__ import annotations
 
@@ -40,6 +36,8 @@ def argument_of(version, geometry) -> type[ctypes.Structure]:
     return Probe if version == "probe" else decode_structure(geometry.devices)
 
 
+# Structures and enumerations are those of cuda-bindings. Machine code is taken to need the
+# registers of __launch_bounds__ and the size of the argument.
 class FakeDriver:
     """Replaces the driver, and what the engine uses of torch.cuda."""
 
@@ -65,8 +63,9 @@ class FakeDriver:
         kernels = []
         for name in NAMES[version]:
             resident = 2 if version == "graph" and name != "choose" else 1
-            most = min(255, REGISTERS // (threads * resident) // 8 * 8)
-            kernels.append(Kernel(name, self.registers.get(name, most), size))
+            # what __launch_bounds__ leaves to a thread, in steps of 8
+            limit = min(255, REGISTERS // (threads * resident) // 8 * 8)
+            kernels.append(Kernel(name, self.registers.get(name, limit), size))
         return kernels
 
     # ---- what cuda-bindings offers ----
@@ -102,10 +101,11 @@ class FakeDriver:
         kernel, threads = self.kernels[int(handle)], config.blockDimX
         resident = self._resident(kernel, threads, config.sharedMemBytes)
         attributes = {int(attribute.id): attribute.value.cooperative for attribute in config.attrs}
-        most = min(self.max_blocks, resident * self.card.multiprocessors)
+        # all blocks of a cooperative launch must be resident at once, or a driver refuses it
+        limit = min(self.max_blocks, resident * self.card.multiprocessors)
         if (
             attributes.get(int(self.driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_COOPERATIVE))
-            and config.gridDimX > most
+            and config.gridDimX > limit
         ):
             return self._return_status(status=TOO_LARGE)
         argument = ctypes.string_at(
@@ -149,7 +149,7 @@ class FakeDriver:
             shared_memory_per_block_optin=self.card.shared_block,
         )
         graph = SimpleNamespace(replay=lambda: None)
-        replaced = {
+        functions = {
             "get_device_properties": lambda device: properties,
             "synchronize": lambda *device: None,
             "device": contextlib.nullcontext,
@@ -158,9 +158,9 @@ class FakeDriver:
             "Stream": lambda device: stream,
             "mem_get_info": lambda device: (1 << 40, 1 << 40),
             "CUDAGraph": lambda: graph,
-            "graph": lambda *given, **options: contextlib.nullcontext(),
+            "graph": lambda *arguments, **options: contextlib.nullcontext(),
         }
-        for name, value in replaced.items():
+        for name, value in functions.items():
             monkeypatch.setattr(torch.cuda, name, value)
 
     def _query(self) -> bool:

@@ -82,7 +82,6 @@ def as_stored_in(model, dtype: str) -> Laneformer:
 
 
 def plain_model(config, tensors: dict[str, Tensor], dtype: str) -> Laneformer:
-    """Return the PyTorch model in 16 bits."""
     model = Laneformer(config).to(TORCH_TYPES[dtype])
     names = model.state_dict().keys() - {DRAFT_IDS}
     model.load_state_dict(

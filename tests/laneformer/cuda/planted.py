@@ -22,11 +22,13 @@ def plant_all(kernels, builds, faults: Iterable[Patch]):
         shutil.copytree(
             FOLDER, folder, ignore=shutil.ignore_patterns("*.py", "__pycache__"), dirs_exist_ok=True
         )
-        for number, (file, was, now) in enumerate(faults, 1):
+        for number, (file, original, faulty) in enumerate(faults, 1):
             content = (folder / file).read_text()
-            assert content.count(was) == 1, f"{file} holds {content.count(was)} times: {was}"
+            assert content.count(original) == 1, (
+                f"{file} holds {content.count(original)} times: {original}"
+            )
             (folder / file).write_text(
-                content.replace(was, now.replace(HERE, f"(planted == {number})"))
+                content.replace(original, faulty.replace(HERE, f"(planted == {number})"))
             )
         source = DECLARATION + source_of(kernels.version, kernels.geometry)
         kernels.library = kernels.build(source, builds, folder)
@@ -35,5 +37,5 @@ def plant_all(kernels, builds, faults: Iterable[Patch]):
 
 
 def put_in_force(kernels, number):
-    """Put one fault in force, and no other; 0 is none."""
+    """Number 0 puts none in force."""
     ctypes.c_int.in_dll(kernels.library, "planted").value = number

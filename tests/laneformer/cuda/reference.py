@@ -22,18 +22,18 @@ from laneformer.engine.cuda.memory import TORCH_TYPES
 ALLOWED = 4  # times PyTorch's error
 
 
-class KeptCache:
+class StoredCache:
     """A cache for model.py that returns the kernels' keys and values (1, K, T, d) and records the model's."""
 
     length = 0
 
-    def __init__(self, kept: list[tuple[Tensor, Tensor]]):
-        self.kept, self.offered = kept, list[Tensor]()
+    def __init__(self, stored: list[tuple[Tensor, Tensor]]):
+        self.stored, self.offered = stored, list[Tensor]()
 
     def update(self, key: Tensor, value: Tensor, layer_idx) -> tuple[Tensor, Tensor]:
         self.offered.append(torch.stack((key, value)))
         # attend to what the kernels stored, not to what was just computed
-        keys, values = self.kept[layer_idx]
+        keys, values = self.stored[layer_idx]
         return keys.to(key), values.to(value)
 
 
@@ -61,31 +61,29 @@ def read_keys_and_values(emulated, layer, position) -> Tensor:
 def read_one_by_one(emulated, ids: list[int]) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
     """Launch once per token; return logits (T, V) and each layer's keys and values (1, K, T, d)."""
     layers, rows = range(emulated.config.num_hidden_layers), []
-    kept: list[list[Tensor]] = [[] for _ in layers]
+    stored: list[list[Tensor]] = [[] for _ in layers]
     for position, token in enumerate(ids):
         # another order of threads for each token
         emulated.seed = position
         rows.append(emulated.logits([(token, position, 0)]))
         for layer in layers:
-            kept[layer].append(read_keys_and_values(emulated, layer, position))
-    stacked = [torch.stack(of_layer, 2)[:, None] for of_layer in kept]
+            stored[layer].append(read_keys_and_values(emulated, layer, position))
+    stacked = [torch.stack(of_layer, 2)[:, None] for of_layer in stored]
     return torch.cat(rows), [(keys, values) for keys, values in stacked]
 
 
-def compute_expected(emulated, ids: list[int], kept: list[tuple[Tensor, Tensor]]) -> Expected:
-    """Return the reference and its tolerances."""
-
+def compute_expected(emulated, ids: list[int], stored: list[tuple[Tensor, Tensor]]) -> Expected:
     def run(model):
-        cache = KeptCache(kept)
+        cache = StoredCache(stored)
         logits = model(torch.tensor([ids]), cache)[0]
         return logits.double(), torch.stack(cache.offered)[:, :, 0].double()
 
     logits, offered = run(emulated.model)
     rounded_logits, rounded = run(copy.deepcopy(emulated.model).float())
     # one bound for a layer's keys and one for its values
-    off = ALLOWED * (rounded - offered).abs().amax((2, 3, 4), keepdim=True)
+    error = ALLOWED * (rounded - offered).abs().amax((2, 3, 4), keepdim=True)
     dtype = TORCH_TYPES[emulated.geometry.half]
-    least, most = ((offered + sign * off).to(dtype).double() for sign in (-1, 1))
+    least, most = ((offered + sign * error).to(dtype).double() for sign in (-1, 1))
     return Expected(
         logits, ALLOWED * float((rounded_logits - logits).abs().max()), list(least), list(most)
     )

@@ -1,7 +1,4 @@
-"""A cubin's machine code as lists of instructions, read from nvdisasm's output.
-
-The disassembler comes with Triton's wheel.
-"""
+"""A cubin's machine code as lists of instructions, read from nvdisasm's output."""
 
 from __future__ import annotations
 
@@ -48,7 +45,7 @@ class Instruction:
 
 def instructions(listing: str) -> list[Instruction]:
     return [
-        Instruction(*found.groups()) for found in map(LINE.match, listing.splitlines()) if found
+        Instruction(*match.groups()) for match in map(LINE.match, listing.splitlines()) if match
     ]
 
 
@@ -57,15 +54,20 @@ def pending_loads(code) -> list[tuple[Instruction, Instruction]]:
     # a load is complete once an instruction names one of its registers
     pending: dict[str, Instruction] = {}
     pairs = []
-    for this in code:
-        arrived = {id(load) for register in this.registers if (load := pending.get(register))}
+    for instruction in code:
+        arrived = {id(pending[register]) for register in instruction.registers & pending.keys()}
         pending = {register: load for register, load in pending.items() if id(load) not in arrived}
-        if this.name in COPIES:
+        if instruction.name in COPIES:
             pairs += [
-                (this, load) for load in {id(load): load for load in pending.values()}.values()
+                (instruction, load)
+                for load in {id(load): load for load in pending.values()}.values()
             ]
-        if this.name == "LDS" and this.bits == 128 and (first := REGISTER.match(this.operands)):
-            pending |= {f"{first[1]}{int(first[2]) + i}": this for i in range(4)}
+        if (
+            instruction.name == "LDS"
+            and instruction.bits == 128
+            and (first := REGISTER.match(instruction.operands))
+        ):
+            pending |= {f"{first[1]}{int(first[2]) + i}": instruction for i in range(4)}
     return pairs
 
 
@@ -77,7 +79,7 @@ class Kernel:
 
 
 def tools() -> Path | None:
-    """Return the folder of nvdisasm and cuobjdump, or None if Triton is not installed."""
+    """Return the folder of nvdisasm and cuobjdump, which come with Triton's wheel, or None."""
     try:
         import triton
     except ImportError:
@@ -96,10 +98,10 @@ def run(tool: str, *arguments: str | Path) -> str:
 def read_kernels(cubin) -> dict[str, Kernel]:
     parts = re.split(r"^\.text\.(\w+):$", run("nvdisasm", "-c", cubin), flags=re.MULTILINE)
     listings = dict(zip(parts[1::2], parts[2::2], strict=True))
-    used = re.findall(
+    usages = re.findall(
         r"Function (\w+):\s+REG:(\d+) STACK:(\d+)", run("cuobjdump", "-res-usage", cubin)
     )
     return {
         name: Kernel(instructions(listings[name]), int(registers), int(stack))
-        for name, registers, stack in used
+        for name, registers, stack in usages
     }

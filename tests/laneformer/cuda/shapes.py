@@ -1,8 +1,4 @@
-"""A table of shapes for the decode kernels on the emulator, which covers every rule of the kernels.
-
-A shape is a change of the small model and a layout: blocks per lane, warps per block, bytes per
-chunk, chunks per ring.
-"""
+"""A table of shapes for the decode kernels on the emulator, which covers every rule of the kernels."""
 
 from __future__ import annotations
 
@@ -17,6 +13,8 @@ from tests.laneformer.cuda.emulated import EmulatedPasses
 from tests.laneformer.cuda.harness import small_config
 
 
+# A shape is a change of the small model and a layout: blocks per lane, warps per block, bytes per
+# chunk, chunks per ring.
 @dataclass(frozen=True)
 class Shape:
     config: dict[str, Any] = field(default_factory=dict)
@@ -55,9 +53,8 @@ class Shape:
         return plan(self.model, self.dtype, self.machine(), **self.plan)
 
     def emulate(self, builds, **options) -> EmulatedPasses:
-        """Return the kernels of this shape, with `options` for EmulatedPasses."""
-        given = {"dtype": self.dtype, "machine": self.machine(), **self.plan, **options}
-        return EmulatedPasses(builds, config=self.model, **given)
+        arguments = {"dtype": self.dtype, "machine": self.machine(), **self.plan, **options}
+        return EmulatedPasses(builds, config=self.model, **arguments)
 
 
 # Windows of 5 over two splits: a ring keeps one position more than the window shows.
@@ -244,7 +241,7 @@ FAMILIES: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-def family(name, **given) -> Shape:
+def family(name, **layout) -> Shape:
     lanes, values = FAMILIES[name]
     config = config_of_llama({**SIZES, **values}, lanes)
-    return Shape({each.name: getattr(config, each.name) for each in fields(config)}, **given)
+    return Shape({f.name: getattr(config, f.name) for f in fields(config)}, **layout)

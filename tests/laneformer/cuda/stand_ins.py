@@ -30,7 +30,7 @@ def passes_of(engine):
 
 
 def answers(executor, requests: Iterable[Request]) -> list[Collected]:
-    """Return all results of requests, of which as many run at once as there is room for."""
+    """Return all results, with as many requests at once as there is room for."""
     most, waiting = executor.passes.sequences, [replace(r, quiet=True) for r in requests]
     tickets, collected = list[int](), dict[int, Collected]()
     while waiting or len(collected) < len(tickets):
@@ -79,14 +79,13 @@ class LoopPasses(PassDecoder):
         memory.device, memory.weight_bytes = "cpu", 1
         self._hold([memory])
         self.caches = LoopCaches(memory)
-        self.asked: list[Sequence[Column]] = []  # columns of each pass
 
     @torch.inference_mode()
     def read(self, ids: Sequence[int], cache, position, first_row) -> Iterator[torch.Tensor]:
-        known = self.caches.ids[cache] = [*self.caches.ids.get(cache, [])[:position], *ids]
-        assert len(known) == position + len(ids), "keys and values are missing"
-        if first_row < len(known):
-            yield self.logits_after(known)[first_row:]
+        ids_of_cache = self.caches.ids[cache] = [*self.caches.ids.get(cache, [])[:position], *ids]
+        assert len(ids_of_cache) == position + len(ids), "keys and values are missing"
+        if first_row < len(ids_of_cache):
+            yield self.logits_after(ids_of_cache)[first_row:]
 
     def logits_after(self, ids: Sequence[int]) -> torch.Tensor:
         """Return logits (len(ids), V) in float32."""
@@ -106,33 +105,34 @@ class LoopPasses(PassDecoder):
         logits: torch.Tensor | None = None,
         look: Look | None = None,
     ) -> list[list[int]]:
-        self.asked.append(columns)
         assert 1 <= len(columns) <= 5
         rows, running = [self._pass(columns, logits)], [True] * len(columns)
-        for made in range(ahead):
+        # each pass takes the tokens of the last one; a sequence that has drawn a stop token rests
+        for passed in range(ahead):
             running = [
-                on and t not in c.stops[: c.stop_count]
-                for on, t, c in zip(running, rows[-1], columns, strict=True)
+                runs and t not in c.stops[: c.stop_count]
+                for runs, t, c in zip(running, rows[-1], columns, strict=True)
             ]
             if not any(running) or (look is not None and look(rows)):
                 break
             following = [
-                Column(token, column.position + 1 + made, column.sequence)
+                Column(token, column.position + 1 + passed, column.sequence)
                 for token, column in zip(rows[-1], columns, strict=True)
             ]
-            new = iter(
-                self._pass([c for c, on in zip(following, running, strict=True) if on], None)
+            tokens = iter(
+                self._pass([c for c, runs in zip(following, running, strict=True) if runs], None)
             )
-            rows.append([next(new) if on else -1 for on in running])
+            rows.append([next(tokens) if runs else -1 for runs in running])
         return rows
 
     def _pass(self, columns: Sequence[Column], logits: torch.Tensor | None) -> list[int]:
         self.passes += 1
-        tokens, kept = list[int](), self.caches.ids
+        tokens, cached_ids = list[int](), self.caches.ids
         for i, column in enumerate(columns):
-            ids = kept.get(column.sequence, [])
+            ids = cached_ids.get(column.sequence, [])
             assert len(ids) >= column.position, "keys and values are missing"
-            ids = kept[column.sequence] = [*ids[: column.position], column.token]
+            # a column overwrites all that its sequence had from there on
+            ids = cached_ids[column.sequence] = [*ids[: column.position], column.token]
             row = self.logits_after(ids)[-1]
             tokens.append(int(row.argmax()))
             if logits is not None:

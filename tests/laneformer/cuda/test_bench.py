@@ -24,10 +24,15 @@ CONFIG = LaneformerConfig.from_flavor("2b")
 
 def test_shares_by_hand():
     # 1000 us per token, of which 909.09 are the stream
-    one, two = shares(1000.0, 4e9, 4.4e12, 5e12, 1, 10), shares(1000.0, 4e9, 8.8e12, 5e12, 2, 10)
-    assert one["percent_of_probe"] == pytest.approx(90.909, abs=1e-3)
-    assert (one["percent_of_datasheet"], two["percent_of_datasheet"]) == pytest.approx((80, 40))
-    assert one["exposed_us_per_layer"] == pytest.approx(9.0909, abs=1e-4)
+    one_gpu, two_gpus = (
+        shares(1000.0, 4e9, 4.4e12, 5e12, 1, 10),
+        shares(1000.0, 4e9, 8.8e12, 5e12, 2, 10),
+    )
+    assert one_gpu["percent_of_probe"] == pytest.approx(90.909, abs=1e-3)
+    assert (one_gpu["percent_of_datasheet"], two_gpus["percent_of_datasheet"]) == pytest.approx(
+        (80, 40)
+    )
+    assert one_gpu["exposed_us_per_layer"] == pytest.approx(9.0909, abs=1e-4)
     assert shares(1000.0, 4e9, 4e12, None, 1, 10)["percent_of_datasheet"] is None
 
 
@@ -64,10 +69,10 @@ def test_the_figures_of_a_run_have_the_contracts_names(monkeypatch):
         "exposed_us_per_layer",
     )
     assert all(isinstance(figures[name], (int, float)) for name in names)
-    read = 4_443_340_800 + 6144 * (10 * 2048 + 5 * (2048 + 128))
-    assert figures["bytes_per_token"] == read
+    token_bytes = 4_443_340_800 + 6144 * (10 * 2048 + 5 * (2048 + 128))
+    assert figures["bytes_per_token"] == token_bytes
     assert figures["tokens_per_s"] == pytest.approx(800)
-    assert figures["percent_of_datasheet"] == pytest.approx(100 * 800 * read / 4.8e12)
+    assert figures["percent_of_datasheet"] == pytest.approx(100 * 800 * token_bytes / 4.8e12)
     with pytest.raises(ValueError, match="depth = 4033 is outside 0 to 4000"):
         bench.benchmark(executor, 4033, lambda text: None)
 
@@ -78,6 +83,7 @@ def test_every_token_has_the_time_of_its_launch(cuda_builds):
     executor = CudaExecutor(EmulatedPasses(cuda_builds, 3, blocks_per_lane=2))
     times = bench.arrivals(executor, [5], 19)
     launches, counts = np.unique(times, return_counts=True)
+    # the prompt's pass, a launch of as many passes as there may be, and the rest
     assert counts.tolist() == [1, 16, 2]
     assert bench.rate_of(times) == pytest.approx(18 / (launches[-1] - launches[0]))
     executor.schedule.fail("the GPU has failed")
@@ -97,6 +103,7 @@ def test_the_probe_reads_every_byte_as_often_as_it_says(cuda_builds):
         "threads": geometry.threads,
         "shared_bytes": geometry.shared_bytes,
     }
+    # sums wrap at 32 bits, and still change with every byte that is read too often or never
     for rounds in (1, 3):
         sums = torch.zeros(geometry.blocks * geometry.threads, dtype=torch.int32)
         emulator.launch(

@@ -1,8 +1,4 @@
-"""Tests of reused sequences on a GPU: a prompt starts only where all positions in its windows are its own.
-
-The schedule decides, the executor copies. Numbers stand for keys and values, and the next id is a
-sum of the ids before it.
-"""
+"""Tests of reused sequences on a GPU: a prompt starts only where all positions in its windows are its own."""
 
 from __future__ import annotations
 
@@ -42,16 +38,17 @@ def number_after(before: int, token: int) -> int:
 
 
 def continue_text(ids: list[int], count: int) -> list[int]:
-    """Return the continuation of a text, which depends on the sum of all its ids."""
-    number, made = 0, list[int]()
+    """Return the only right continuation of a text."""
+    number, new_ids = 0, list[int]()
     for token in ids[:-1]:
         number = number_after(number, token)
     for _ in range(count):
-        number = number_after(number, [*ids, *made][-1])
-        made.append(number % 3)
-    return made
+        number = number_after(number, [*ids, *new_ids][-1])
+        new_ids.append(number % 3)
+    return new_ids
 
 
+# The schedule decides what is reused, the executor copies it; both are as on a GPU.
 class Numbers:
     """Passes in which a position's keys and values are one number that depends on all ids up to it."""
 
@@ -71,23 +68,22 @@ class Numbers:
 
     def place(self, cache: int, layer: int, positions: range) -> torch.Tensor:
         """Return (positions, numbers) there."""
-        at = torch.tensor([*positions], dtype=torch.int64)
+        position = torch.tensor([*positions], dtype=torch.int64)
         (memory,) = self.caches.of(cache)
         kv = memory.kv_layer(layer)
-        slots = at // GEOMETRY.splits % GEOMETRY.kv_slots(layer)
-        return kv[:, :, at % GEOMETRY.splits, slots].transpose(0, 2).flatten(1)
+        slots = position // GEOMETRY.splits % GEOMETRY.kv_slots(layer)
+        return kv[:, :, position % GEOMETRY.splits, slots].transpose(0, 2).flatten(1)
 
     def run(self, columns: Sequence[Column], *_: Any) -> list[list[int]]:
         return [[self._run(c.sequence, c.position, c.token) for c in columns]]
 
     def _run(self, cache: int, position: int, token: int) -> int:
-        """Return the next id."""
         # each layer sees the same numbers, as far back as its window reaches
-        known = self.place(cache, WHOLE, range(position))[:, 0]
-        number = number_after(int(known[-1]) if position else 0, token)
+        numbers = self.place(cache, WHOLE, range(position))[:, 0]
+        number = number_after(int(numbers[-1]) if position else 0, token)
         for layer in range(CONFIG.num_hidden_layers):
-            seen = range(max(0, position + 1 - (CONFIG.window(layer) or position + 1)), position)
-            assert (self.place(cache, layer, seen) == known[seen.start :, None]).all(), (
+            visible = range(max(0, position + 1 - (CONFIG.window(layer) or position + 1)), position)
+            assert (self.place(cache, layer, visible) == numbers[visible.start :, None]).all(), (
                 position,
                 layer,
             )
@@ -119,23 +115,23 @@ def test_random_conversations(sequences, caches, unread, monkeypatch):
             begins = text[: draw.randint(0, min(len(text), 30))]
             prompts.append(begins + [draw.randint(0, 2) for _ in range(draw.randint(1, 8))])
         counts = [draw.randint(1, 9) for _ in prompts]
-        for news, prompt, count in zip(
+        for result, prompt, count in zip(
             answers(executor, map(Request, prompts, counts)), prompts, counts, strict=True
         ):
-            assert news.tokens == continue_text(prompt, count)
-            reused_tokens += news.whole.statistics["reused_tokens"]
-            texts = [*texts[-4:], prompt + news.tokens]
+            assert result.tokens == continue_text(prompt, count)
+            reused_tokens += result.whole.statistics["reused_tokens"]
+            texts = [*texts[-4:], prompt + result.tokens]
     assert reused_tokens > 10 * caches
 
 
-@pytest.mark.parametrize(("ring", "back", "found"), [(6, 2, False), (7, 2, True), (6, 3, True)])
-def test_a_number_too_large_is_found(ring, back, found, monkeypatch):
+@pytest.mark.parametrize(("ring", "back", "raises"), [(6, 2, False), (7, 2, True), (6, 3, True)])
+def test_a_number_too_large_is_found(ring, back, raises, monkeypatch):
     # reads of a position that its ring no longer has are detected
     monkeypatch.setattr(Caches, "shape", lambda self: _core.KvShape(48, 1, ring, back))
     errors = []
-    for held, shared in ((10, 7), (7, 3)):
+    for cached, shared in ((10, 7), (7, 3)):
         executor, text = CudaExecutor(Numbers(1, 1)), [i % 3 for i in range(11)]
-        for prompt in (text[:held], [*text[:shared], 5]):
-            (news,) = answers(executor, [Request(prompt, 1)])
-        errors.append(news.whole.error is not None)
-    assert any(errors) == found
+        for prompt in (text[:cached], [*text[:shared], 5]):
+            (result,) = answers(executor, [Request(prompt, 1)])
+        errors.append(result.whole.error is not None)
+    assert any(errors) == raises

@@ -1,7 +1,4 @@
-"""Tests that cubins are cached by all that determines them, and of compile errors.
-
-test_machine_code.py covers the kernels' machine code.
-"""
+"""Tests that cubins are cached by all that determines them, and of compile errors."""
 
 from __future__ import annotations
 
@@ -54,9 +51,9 @@ def test_a_cubin_is_compiled_once(tmp_path, monkeypatch):
     monkeypatch.setattr(compiling, "INCLUDES", (changed, FOLDER.parent))
     compile_cubin("passes", small(), "sm_90a")
     assert compiler.runs == 6
-    kept = [path.name for path in (tmp_path / "laneformer" / "cubins").iterdir()]
-    assert [name.endswith(".cubin") for name in kept] == [True] * 6
-    assert sum("-nvrtc12.9-" in name for name in kept) == 2
+    cubin_names = [path.name for path in (tmp_path / "laneformer" / "cubins").iterdir()]
+    assert [name.endswith(".cubin") for name in cubin_names] == [True] * 6
+    assert sum("-nvrtc12.9-" in name for name in cubin_names) == 2
 
 
 @pytest.mark.skipif(not compilers(), reason="needs the cuda extra: pip install 'laneformer[cuda]'")
@@ -64,7 +61,7 @@ def test_what_does_not_compile_is_reported(tmp_path, monkeypatch):
     # with the compiler's message and the place; nothing is cached
     with pytest.raises(RuntimeError, match=r"no compiler .NVRTC. here fits sm_1234; installed: "):
         compile_cubin("passes", small(), "sm_1234", tmp_path)
-    broken, kept = tmp_path / "kernels", tmp_path / "kept"
+    broken, cache = tmp_path / "kernels", tmp_path / "kept"
     shutil.copytree(FOLDER, broken)
     (broken / "sampling.cuh").write_text(
         "int oops = nowhere;\n" + (broken / "sampling.cuh").read_text()
@@ -74,11 +71,13 @@ def test_what_does_not_compile_is_reported(tmp_path, monkeypatch):
         r"passes kernels do not compile for sm_90a.*sampling.cuh\(1\).*\"nowhere\" is undefined"
     )
     with pytest.raises(RuntimeError, match=re.compile(message, re.DOTALL)):
-        compile_cubin("passes", small(), "sm_90a", kept)
-    assert not kept.exists()
+        compile_cubin("passes", small(), "sm_90a", cache)
+    assert not cache.exists()
 
 
 def test_a_folder_that_cannot_be_written_costs_time_only(tmp_path, monkeypatch):
+    # a cache that is a file, then one in which the last rename fails: each time the cubin is
+    # compiled again, and nothing is left half-written
     compiler, folder, file = Compiler(monkeypatch), tmp_path / "cubins", tmp_path / "file"
     file.write_text("not a folder")
     cubin = compile_cubin("passes", small(), "sm_90a", file)

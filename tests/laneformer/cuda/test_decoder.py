@@ -1,7 +1,4 @@
-"""Tests of the engine for GPUs without a GPU: its API with a plain PyTorch loop, and device selection.
-
-The tests of the CPU engine cover the schedule, which is the same.
-"""
+"""Tests of the engine for GPUs without a GPU: its API with a plain PyTorch loop, and device selection."""
 
 from __future__ import annotations
 
@@ -38,6 +35,7 @@ def two_gpus(monkeypatch):
     pretend_gpu(monkeypatch, LoopPasses, devices=2)
 
 
+# The schedule is the CPU engine's, whose tests cover it.
 @pytest.fixture
 def engine(two_gpus):
     with Engine(CONFIG, TENSORS, device="cuda", tokenizer=byte_tokenizer()) as engine:
@@ -54,30 +52,32 @@ def greedy(prompt, count) -> list[int]:
 
 
 @pytest.fixture(scope="module")
-def expected():
+def expected_tokens():
     return greedy(PROMPT, 12)
 
 
 # ---- requests ----
 
 
-def test_every_way_to_generate_gives_the_same_tokens(engine, expected):
-    assert engine.generate(PROMPT, max_new_tokens=12) == expected
-    assert list(engine.stream(PROMPT, max_new_tokens=12)) == expected
+def test_every_way_to_generate_gives_the_same_tokens(engine, expected_tokens):
+    assert engine.generate(PROMPT, max_new_tokens=12) == expected_tokens
+    assert list(engine.stream(PROMPT, max_new_tokens=12)) == expected_tokens
     detailed = engine.generate_detailed(PROMPT, max_new_tokens=12, speculate=0)
     assert (detailed.ids, detailed.finish_reason, detailed.statistics.passes) == (
-        expected,
+        expected_tokens,
         "length",
         1 + 11,
     )
-    assert [token.id for token in engine.stream_detailed(PROMPT, max_new_tokens=12)] == expected
-    assert engine.generate(PROMPT, max_new_tokens=12, speculate=5) == expected
+    assert [
+        token.id for token in engine.stream_detailed(PROMPT, max_new_tokens=12)
+    ] == expected_tokens
+    assert engine.generate(PROMPT, max_new_tokens=12, speculate=5) == expected_tokens
     # more stop ids than the kernels take: the schedule draws
-    others = [i for i in range(264) if i not in expected]
-    assert engine.generate(PROMPT, max_new_tokens=12, stop_ids=others) == expected
+    others = [i for i in range(264) if i not in expected_tokens]
+    assert engine.generate(PROMPT, max_new_tokens=12, stop_ids=others) == expected_tokens
 
 
-def test_a_request_draws_from_what_its_masks_allow(engine, expected):
+def test_a_request_draws_from_what_its_masks_allow(engine, expected_tokens):
     # beside a request without masks, which draws as alone
     with engine.batch() as batch:
         masked, plain = (
@@ -90,30 +90,30 @@ def test_a_request_draws_from_what_its_masks_allow(engine, expected):
     first, second = (token.id for token in tokens_of(updates[masked]))
     assert first in (40, 41)
     assert second == 9
-    assert [token.id for token in tokens_of(updates[plain])] == expected
+    assert [token.id for token in tokens_of(updates[plain])] == expected_tokens
 
 
 def test_a_join_ends_the_passes_ahead(engine, monkeypatch):
     columns, tickets, one_pass = [], [], LoopPasses._pass
     with engine.batch() as batch:
 
-        def joining(passes, asked, logits):
-            columns.append(len(asked))
+        def joining(passes, inputs, logits):
+            columns.append(len(inputs))
             if len(columns) == 6:  # one of those that follow unasked
                 tickets.append(batch.join(PROMPT[::-1], max_new_tokens=3, speculate=0))
-            return one_pass(passes, asked, logits)
+            return one_pass(passes, inputs, logits)
 
         # the join comes from within a pass, while passes ahead are under way
         monkeypatch.setattr(LoopPasses, "_pass", joining)
         tickets.append(batch.join(PROMPT, max_new_tokens=30, speculate=0))
-        ended = 0
-        while ended < 2:
-            ended += sum(update.finish_reason is not None for update in batch.updates(5.0))
+        ends = 0
+        while ends < 2:
+            ends += sum(update.finish_reason is not None for update in batch.updates(5.0))
     assert columns[:6] == [3, 1, 1, 1, 1, 1]
     assert max(columns[6:8]) > 1
 
 
-def test_a_prompt_without_memory_ends_alone(engine, expected, monkeypatch):
+def test_a_prompt_without_memory_ends_alone(engine, expected_tokens, monkeypatch):
     # the others go on, and no request reuses what it wrote
 
     def full(*_):
@@ -125,7 +125,7 @@ def test_a_prompt_without_memory_ends_alone(engine, expected, monkeypatch):
             patch.setattr(LoopPasses, "read", full)
             tickets = batch.join(PROMPT, max_new_tokens=12), batch.join(PROMPT * 6)
             updates = collect(batch, *tickets)
-        assert [token.id for token in tokens_of(updates[tickets[0]])] == expected
+        assert [token.id for token in tokens_of(updates[tickets[0]])] == expected_tokens
         last = updates[tickets[1]][-1]
         assert last.error == "the GPU has no memory for this request: tried to allocate 3 GiB"
         again = batch.join(PROMPT * 6, max_new_tokens=2)
@@ -140,6 +140,7 @@ def test_a_closed_engine_says_so(engine):
     executor = cuda_of(engine).executor
     engine.close()
     engine.close()
+    # the executor's thread gives its memory back by itself, within 5 s
     for _ in range(100):
         time.sleep(0.05 * (executor.passes is not None))
     assert executor.passes is None, "its memory is given back"
@@ -153,7 +154,6 @@ def test_a_closed_engine_says_so(engine):
 
 
 def reference_logits(model, ids) -> np.ndarray:
-    """Return logits (n, V) in float32."""
     # layers in bf16 as in the engine, the head in float64
     positions = torch.arange(len(ids))
     embedding, masks = model.tok_embeddings(torch.tensor([ids])), model.masks(positions, positions)
@@ -194,9 +194,9 @@ def test_scores_are_those_of_the_model(engine, monkeypatch):
 
 
 def test_equally_likely_ids_come_lowest_first():
-    own, ids, logprobs = scores_of(torch.tensor([[1.0, 3.0, 3.0, 3.0]]), [2], 3)
+    target, ids, logprobs = scores_of(torch.tensor([[1.0, 3.0, 3.0, 3.0]]), [2], 3)
     assert ids.tolist() == [1, 2, 3]
-    assert (logprobs == own).all()
+    assert (logprobs == target).all()
 
 
 # ---- options ----
@@ -232,7 +232,7 @@ def test_a_models_own_head_drafts_nothing_here():
 # ---- which engine ----
 
 
-def test_the_device_chooses_the_engine(tmp_path, expected):
+def test_the_device_chooses_the_engine(tmp_path, expected_tokens):
     # a checkpoint in fp32, which the GPU engine rounds to bf16
     folder = write_folder(tmp_path / "hf", copy.deepcopy(MODEL).float(), eos_token_id=3)
     byte_tokenizer().save(str(folder / "tokenizer.json"))
@@ -245,7 +245,7 @@ def test_the_device_chooses_the_engine(tmp_path, expected):
         )  # the checkpoint is fp32
         assert passes_of(engine).devices == ("cuda:0", "cuda:1")
         assert engine.config.max_position_embeddings == 40
-        assert engine.generate(PROMPT, max_new_tokens=12, ignore_eos=True) == expected
+        assert engine.generate(PROMPT, max_new_tokens=12, ignore_eos=True) == expected_tokens
     with Engine(CONFIG, TENSORS, device="cuda", dtype="int8") as engine:
         assert (engine.dtype, engine.kv_dtype) == ("int8", "bf16")
     with Engine.from_pretrained(folder) as engine:
@@ -301,14 +301,17 @@ def test_what_is_missing_is_said(message, monkeypatch):
 
 
 def test_auto_without_a_gpu_does_not_import_torch():
+    # torch takes seconds to import, and the CPU engine needs none; this process has it already
     code = (
         "import sys; from laneformer.engine import Engine, device; device.DRIVER = 'libnothing.so';"
         "Engine.random('tiny').generate([1], max_new_tokens=2); print('torch' in sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
-    assert done.stdout == "False\n", done.stderr
+    process = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=300
+    )
+    assert process.stdout == "False\n", process.stderr
 
 
 def test_bench_measures_the_decoder(engine, monkeypatch):
-    monkeypatch.setattr("laneformer.engine.cuda.bench.benchmark", lambda *asked: asked)
+    monkeypatch.setattr("laneformer.engine.cuda.bench.benchmark", lambda *arguments: arguments)
     assert benchmark(engine, 30, print) == (cuda_of(engine).executor, 30, print)

@@ -1,7 +1,4 @@
-"""Tests of the CUDA emulator on toy kernels (toys.cu): it finds faults of any thread order with every seed.
-
-test_faults.py plants faults in the kernels themselves.
-"""
+"""Tests of the CUDA emulator on toy kernels (toys.cu): it finds faults of any thread order with every seed."""
 
 from __future__ import annotations
 
@@ -35,8 +32,9 @@ class Toys:
 
     def __call__(self, kernel, rounds=1, **launch) -> Report:
         self.words, self.flag = np.zeros((64, 2), np.uint32), np.zeros(1, np.int32)
-        self.given, self.out = np.zeros(64, np.float32), np.full(128, np.nan, np.float32)
-        arrays = self.words, self.given[-self.given.ctypes.data % 16 // 4 :], self.out, self.flag
+        self.inputs, self.out = np.zeros(64, np.float32), np.full(128, np.nan, np.float32)
+        # bulk copies need addresses that 16 divides, which NumPy does not promise
+        arrays = self.words, self.inputs[-self.inputs.ctypes.data % 16 // 4 :], self.out, self.flag
         params = Params(*(array.ctypes.data for array in arrays), rounds)
         names = {"words": (self.words.ctypes.data, self.words.nbytes)}
         return emulator.launch(

@@ -1,9 +1,4 @@
-"""Tests that faults planted in the kernels' source are found on the emulator, in every order of threads.
-
-Each build has a table of faults, all in one source (planted.py). A fault names what finds it: a
-pattern of the emulator's message, or "numbers" where tokens, logits, keys or values differ.
-Builds that check races on plain data (races.h) cost ten times the processor time.
-"""
+"""Tests that faults planted in the kernels' source are found on the emulator, in every order of threads."""
 
 from __future__ import annotations
 
@@ -30,14 +25,16 @@ from tests.laneformer.cuda.test_passes import one_by_one, text
 pytestmark = emulator_proof
 
 
+# Each build has a table of faults, all in one source (planted.py). A fault names what finds it: a
+# pattern of the emulator's message, or "numbers" where tokens, logits, keys or values differ.
 @dataclass(frozen=True)
 class Fault:
-    """A change of one place, in force while `planted` equals its number; HERE in `now` tests for that."""
+    """A change of one place, in force while `planted` equals its number."""
 
     file: str
     was: str
     now: str
-    found: str = "numbers"
+    symptom: str = "numbers"
 
 
 BULK_SEEDS = 3, 6  # lane 0 copies for its warp; else each lane copies what it alone reads
@@ -198,6 +195,7 @@ OF_LAUNCHES = {
         "aborted || (bits & kEnds && !HERE) ? -1 : static_cast<int>(bits & ~kEnds)",
     ),
 }
+# Builds that check races on plain data (races.h) cost ten times the processor time.
 RACES = {
     "a column's sum of squares is where the last one's is read": Fault(
         "block.cuh",
@@ -285,9 +283,9 @@ def launches_of_several(kernels, seed) -> list[torch.Tensor]:
     rows = []
     # the second launch finds the host's cancel from its beginning
     for cancelled in (0, 1):
-        kernels.seed, wanted = seed, columns(start(kernels), 2)
-        wanted[1].left = 2
-        arguments, first = kernels._arguments(wanted, 3, None), kernels.memories[0].epoch - 4
+        kernels.seed, inputs = seed, columns(start(kernels), 2)
+        inputs[1].left = 2
+        arguments, first = kernels._arguments(inputs, 3, None), kernels.memories[0].epoch - 4
         kernels.memories[0].cancel.fill_(cancelled)
         kernels._launch(arguments)
         kernels._streams[0].synchronize()
@@ -305,20 +303,19 @@ class Build:
     seeds: tuple[int, ...]
 
     def plant_faults(self, builds) -> EmulatedPasses:
-        """Return the kernels with all faults in their source and none in force."""
         kernels = self.make(builds)
         plant_all(
             kernels, builds, [(fault.file, fault.was, fault.now) for fault in self.faults.values()]
         )
         return kernels
 
-    def outcome(self, kernels, seed, right) -> str:
+    def outcome(self, kernels, seed, expected) -> str:
         """Return the emulator's message, "numbers" if only the results differ, or ""."""
         try:
-            made = self.act(kernels, seed)
+            results = self.act(kernels, seed)
         except EmulationError as error:
             return str(error)
-        return "" if all(map(torch.equal, made, right)) else "numbers"
+        return "" if all(map(torch.equal, results, expected)) else "numbers"
 
 
 def four_columns(builds, **options) -> EmulatedPasses:
@@ -343,16 +340,16 @@ def test_every_fault_is_found(name, cuda_builds):
     build = BUILDS[name]
     kernels = build.plant_faults(cuda_builds)
     # no fault is in force yet
-    right = build.act(kernels, 0)
+    expected = build.act(kernels, 0)
     for seed in build.seeds:
-        assert build.outcome(kernels, seed, right) == "", "without a fault in force"
+        assert build.outcome(kernels, seed, expected) == "", "without a fault in force"
     # 0 is no fault
     for number, (fault_name, fault) in enumerate(build.faults.items(), 1):
         put_in_force(kernels, number)
         for seed in build.seeds:
-            outcome = build.outcome(kernels, seed, right)
+            outcome = build.outcome(kernels, seed, expected)
             assert outcome, f"{fault_name}, seed {seed}: nothing"
-            assert re.search(fault.found, outcome), f"{fault_name}, seed {seed}: {outcome}"
+            assert re.search(fault.symptom, outcome), f"{fault_name}, seed {seed}: {outcome}"
 
 
 # ---- without a fault, and what the checks of others find ----
@@ -380,10 +377,11 @@ def test_no_race(name, cuda_builds):
 
 
 def test_wrong_numbers_are_not_within_the_tolerance(cuda_builds):
+    # what only numbers show must exceed the computed tolerance, or test_every_logit would pass it
     kernels = BUILDS["exchanges"].plant_faults(cuda_builds)
     test_kernels.check(kernels, 11, range(0))
     for number, (name, fault) in enumerate(OF_EXCHANGES.items(), 1):
-        if fault.found == "numbers":
+        if fault.symptom == "numbers":
             put_in_force(kernels, number)
             with pytest.raises(
                 AssertionError, match="keys or values" if "key is cut" in name else "tolerance"
@@ -400,7 +398,7 @@ HANGS = {  # lane, layer and exchange of those that wait in vain; lane 0 may the
 def test_a_hang_is_given_up(cuda_builds):
     # all blocks end, the wait is reported, and after a reset of the words the memory decodes again
     kernels = BUILDS["exchanges"].plant_faults(cuda_builds)
-    right, memory = decode(kernels, 0), kernels.memories[0]
+    expected, memory = decode(kernels, 0), kernels.memories[0]
     for (name, waits), seed in itertools.product(HANGS.items(), range(3)):
         put_in_force(kernels, list(OF_EXCHANGES).index(name) + 1)
         kernels.forget()
@@ -415,8 +413,8 @@ def test_a_hang_is_given_up(cuda_builds):
         memory.reset_words()
         tokens, logits = kernels.decode(test_kernels.text(kernels, 6), 3)
         assert memory.hang() is None
-        assert torch.equal(torch.tensor(tokens), right[0])
-        assert torch.equal(logits, right[1])
+        assert torch.equal(torch.tensor(tokens), expected[0])
+        assert torch.equal(logits, expected[1])
 
 
 @pytest.mark.parametrize("spare", [7, 5])
@@ -432,5 +430,5 @@ def test_what_wrong_drafts_leave_in_a_ring_is_outside_the_window(spare, cuda_bui
             # one right token and seven wrong drafts after it
             eight.logits([(token, i, 0), *((95 - token, i + n, 0) for n in range(1, 8))])[:1]
         )
-    right = one_by_one(EmulatedPasses(cuda_builds, 1, **shape), ids)
-    assert torch.equal(torch.cat(rows), right) == (spare == 7)
+    expected = one_by_one(EmulatedPasses(cuda_builds, 1, **shape), ids)
+    assert torch.equal(torch.cat(rows), expected) == (spare == 7)

@@ -1,7 +1,4 @@
-"""Tests of int8 weights on the GPU: the CPU's numbers, every code, every logit on the emulator, prompts.
-
-tools/check/reference.py defines the weights that int8 stands for, the reference of all logits.
-"""
+"""Tests of int8 weights on the GPU: the CPU's numbers, every code, every logit on the emulator, prompts."""
 
 from __future__ import annotations
 
@@ -31,6 +28,7 @@ def proof(test):
     return pytest.mark.proof(*KERNEL_SOURCES, *CORE_SOURCES)(needs_emulator(test))
 
 
+# tools/check/reference.py defines the weights that int8 stands for, the reference of all logits.
 SHAPES_INT8 = {
     "fp16 beside it": SHAPES["delay 0"],
     # tapes that end within a chunk; most warps have no tile of some matrix
@@ -62,12 +60,13 @@ def emulate(name, builds) -> EmulatedPasses:
 def test_int8_numbers_are_the_cpus():
     weights = draw_weights(72, 96)
     integers, scales = pack_rows(weights, "int8")
-    numbers, own = quantize(torch.from_numpy(weights))
+    numbers, own_scales = quantize(torch.from_numpy(weights))
     np.testing.assert_array_equal((numbers ^ -128).numpy(), integers.reshape(weights.shape))
-    np.testing.assert_array_equal(own.numpy(), scales)
+    np.testing.assert_array_equal(own_scales.numpy(), scales)
 
 
 def test_rows_of_zeros_and_values_that_are_not_finite():
+    # rows too small for a scale are zeros; infinite ones must not pass for numbers
     rows = torch.tensor(
         [[0.0, 0.0], [1e-38, -1e-39], [3.0, -1.5], [float("nan"), 1.0], [1.0, -float("inf")]]
     )
@@ -77,6 +76,7 @@ def test_rows_of_zeros_and_values_that_are_not_finite():
     assert not (numbers[:2] ^ -128).any()
     tensors = tensors_of(random_model(small_config()), "bf16")
     name = "layers.1.feed_forward.w2.weight"
+    # bf16's infinity
     tensors[name].values.flat[3] = 0x7F80
     with pytest.raises(ValueError, match=f"tensor {name} holds values that are not finite"):
         DeviceMemory(plan(small_config(), "int8", SMALL), tensors, 0, "cpu")

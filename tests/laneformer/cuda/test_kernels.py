@@ -1,9 +1,4 @@
-"""Tests of the decode kernels on the emulator: logits at every position, for any thread order and layout.
-
-The emulator proves, for all thread orders of a launch (order.h), that words are written before they
-are read and not overwritten early, and that no thread waits for ever. test_faults.py shows that
-these checks and the emulator's find planted faults.
-"""
+"""Tests of the decode kernels on the emulator: logits at every position, for any thread order and layout."""
 
 from __future__ import annotations
 
@@ -26,27 +21,29 @@ def text(emulated, count) -> list[int]:
     ).tolist()
 
 
+# The emulator proves, for all thread orders of a launch (order.h), that words are written before
+# they are read and not overwritten early, and that no thread waits for ever. test_faults.py shows
+# that these checks and the emulator's find planted faults.
 def check(emulated, count, seeds):
-    """Compare a text of `count` tokens with the reference."""
     # several columns and thread orders give the same bits; passes ahead give single passes' tokens
     ids = text(emulated, count)
     emulated.forget()
-    logits, kept = read_one_by_one(emulated, ids)
-    right = compute_expected(emulated, ids, kept)
-    off = float((logits.double() - right.logits).abs().max())
-    assert off <= right.tolerance, f"off by {off}, tolerance {right.tolerance}"
-    for layer, numbers in enumerate(kept):
-        both = torch.cat(numbers)
-        assert ((right.least[layer] <= both) & (both <= right.most[layer])).all(), (
-            f"keys or values of layer {layer}"
-        )
+    logits, stored = read_one_by_one(emulated, ids)
+    expected = compute_expected(emulated, ids, stored)
+    error = float((logits.double() - expected.logits).abs().max())
+    assert error <= expected.tolerance, f"off by {error}, tolerance {expected.tolerance}"
+    for layer, numbers in enumerate(stored):
+        stored_layer = torch.cat(numbers)
+        assert (
+            (expected.least[layer] <= stored_layer) & (stored_layer <= expected.most[layer])
+        ).all(), f"keys or values of layer {layer}"
     right_tokens = emulated.picks([(ids[-1], count - 1, 0)])[0]
     while len(right_tokens) < 4:
         right_tokens += emulated.picks([(right_tokens[-1], count + len(right_tokens) - 1, 0)])[0]
     for seed in seeds:  # the emulator checks the order of the words
         emulated.forget()
-        tokens, together = emulated.decode(ids, 4, seed)
-        assert torch.equal(together, logits), f"seed {seed}"
+        tokens, all_logits = emulated.decode(ids, 4, seed)
+        assert torch.equal(all_logits, logits), f"seed {seed}"
         assert tokens == right_tokens, f"seed {seed}"
 
 

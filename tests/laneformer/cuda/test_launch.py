@@ -57,7 +57,6 @@ def geometries_of(version, card) -> list[Geometry]:
 
 
 def fill_argument(version, geometry) -> bytes:
-    """Return an argument with known bytes."""
     return bytes((7 * i + 1) % 256 for i in range(ctypes.sizeof(argument_of(version, geometry))))
 
 
@@ -81,11 +80,11 @@ def faults_of(card, version, launches) -> list[str]:
         "graph": {OVERLAP: int(card.architecture >= 90)},
         "probe": {OVERLAP: 0},
     }[version]
-    wanted = [
+    expected = [
         (name, geometry) for geometry in geometries_of(version, card) for name in NAMES[version]
     ]
     faults = []
-    for record, (name, geometry) in itertools.zip_longest(launches, wanted):
+    for record, (name, geometry) in itertools.zip_longest(launches, expected):
         right = {
             "name": name,
             "grid": [1 if name == "choose" else geometry.blocks, 1, 1],
@@ -145,8 +144,8 @@ class Choosing(PassDecoder):
 
     late_s = 0.05
 
-    def __init__(self, *given, **options):
-        super().__init__(*given, **options, limit_s=0.1)
+    def __init__(self, *arguments, **options):
+        super().__init__(*arguments, **options, limit_s=0.1)
 
     def _launch(self, arguments: Sequence[Any]):
         super()._launch(arguments)
@@ -247,7 +246,7 @@ def test_a_gpu_that_fails_ends_all_requests(fault, reason, driver):
     with pytest.raises(EngineLost) as refused:
         answer(decoder)
     assert str(refused.value) == decoder.failure == error
-    assert decoder.unanswered == (fault.get("stream_status") == NOT_READY)
+    assert decoder.has_hung == (fault.get("stream_status") == NOT_READY)
 
 
 def test_a_refused_launch_ends_its_requests_alone(driver):

@@ -45,9 +45,9 @@ def test_a_folder_end_to_end(tmp_path, cuda_builds, monkeypatch):
         exact = logits_of(judge, ids)
         assert relative_error(engine.logits(ids), exact) < 0.1  # 16 bits throughout
         for prompt in (ids[:4], ids):  # read by the kernel, by PyTorch
-            made = engine.generate(prompt, max_new_tokens=6, ignore_eos=True)
-            spread = logits_of(judge, prompt + made)[len(prompt) - 1 : -1]
-            behind = spread.max(1) - spread[np.arange(6), made]
+            tokens = engine.generate(prompt, max_new_tokens=6, ignore_eos=True)
+            spread = logits_of(judge, prompt + tokens)[len(prompt) - 1 : -1]
+            behind = spread.max(1) - spread[np.arange(6), tokens]
             assert (behind < 0.1 * np.ptp(spread)).all(), (
                 "another token only where two are nearly as likely"
             )

@@ -1,9 +1,4 @@
-"""Checks of the decode kernels' machine code, for properties that no run on a CPU can show.
-
-They cover registers, spills, the width and scope of words' accesses, and loads that a copy
-overtakes; docs/decisions/gpu.md gives the figures and reasons. Of seven builds, two have planted
-faults that the checks must find. NVRTC needs neither a GPU nor a toolkit.
-"""
+"""Checks of the decode kernels' machine code, for properties that no run on a CPU can show."""
 
 from __future__ import annotations
 
@@ -38,6 +33,8 @@ CUBINS = CACHE / "cubins"  # each is named by all that decides it
 H200 = "H100 SXM, NVL, H200, GH200"
 # (card, model, dtype, GPUs) of the build with the most columns: at most so many bytes of stack,
 # loads and stores of spilled registers, and instructions of 16 bytes. They are to go down only
+# Registers, spills, the width and scope of words' accesses, and loads that a copy overtakes:
+# docs/decisions/gpu.md gives the figures and reasons. NVRTC needs neither a GPU nor a toolkit.
 LIMITS = {
     ("A100 40 GB, 80 GB", "2b", "bf16", 1): (568, 801, 18400),
     (H200, "2b", "int8", 1): (408, 290, 19800),
@@ -109,6 +106,7 @@ def test_the_kernel_of_passes(place, tmp_path):
     geometry = plan_builds(MODELS[model], dtype, CARDS[card].machine, devices=devices)[-1]
     architecture = architecture_name(CARDS[card].architecture)
     kernel = compile_kernels("passes", geometry, architecture, tmp_path)["pass"]
+    # bulk copies (UBLKCP) came with sm_90
     copy = "LDGSTS" if architecture == "sm_80" else "UBLKCP"
     assert {this.name for this in kernel.code} & sass.COPIES == {copy}
     assert geometry.threads * -(-kernel.registers // 8) * 8 <= REGISTERS, (
@@ -144,6 +142,7 @@ STALE = (
 Gate = Callable[[Kernel], None]
 # devices of the build: (file, was, now, the gate that finds it, with this message); all of a build
 # are in one source
+# Of seven builds, two have planted faults that the checks must find.
 FAULTS = {
     1: [
         (
@@ -214,6 +213,7 @@ LIBRARIES = {
 
 @pytest.mark.parametrize("version", LIBRARIES)
 def test_an_older_compiler(version, tmp_path):
+    # users have the compiler that their torch brings, which may order instructions differently
     library = (
         Path(__file__).resolve().parents[3] / ".venv" / f"nvrtc-{version}" / LIBRARIES[version]
     )

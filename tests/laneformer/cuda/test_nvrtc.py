@@ -30,6 +30,7 @@ def folder(tmp_path_factory):
             [compiler, "-shared", "-fPIC", *defines, str(SOURCE), "-o", str(folder / path)],
             check=True,
         )
+    # what looks like a compiler and is none: builtins, a dangling link, another machine's library
     (folder / "nvidia/cu13/lib/libnvrtc-builtins.so.13.0").write_text("no compiler")
     (folder / "nvidia/cu13/lib/libnvrtc.so.14").symlink_to("nowhere")
     (folder / "torch/lib/libnvrtc.so.12").write_text("for another machine")

@@ -54,7 +54,7 @@ def test_batches_and_drafts_change_no_token(cuda_builds):
 def test_each_option_as_alone(cuda_builds):
     # the kernel draws some, the schedule others from rows of logits; drafts occur in both
     ids = [70, 70, 22, 70, 70, 22, 62, 70, 70, 22]
-    asked = [
+    requests = [
         Request(ids, 9, speculate=3),
         Request(ids, 9, speculate=3, repetition_penalty=1.3, frequency_penalty=0.5, logprobs=2),
         Request(
@@ -65,10 +65,10 @@ def test_each_option_as_alone(cuda_builds):
     ]
     executor = CudaExecutor(EmulatedPasses(cuda_builds, 5))
     executor.schedule.fix_cost(0.02)
-    alone = [answers(executor, [replace(r, reuse_prefix=False)])[0] for r in asked]
-    together = answers(executor, asked)
-    for one, other in zip(alone, together, strict=True):
-        assert other.tokens == one.tokens
-        for ours, theirs in zip(other.scores or (), one.scores or (), strict=True):
+    alone = [answers(executor, [replace(r, reuse_prefix=False)])[0] for r in requests]
+    side_by_side = answers(executor, requests)
+    for single, other in zip(alone, side_by_side, strict=True):
+        assert other.tokens == single.tokens
+        for ours, theirs in zip(other.scores or (), single.scores or (), strict=True):
             np.testing.assert_array_equal(ours, theirs)
-    assert together[1].tokens != together[0].tokens
+    assert side_by_side[1].tokens != side_by_side[0].tokens

@@ -56,8 +56,8 @@ def test_little_memory_makes_chunks_smaller_before_it_takes_warps():
     fixed = plan(config, "bf16", Machine(8, 2**20, 90), warps=8).fixed_shared_bytes
     ring = 8 * 2 * 8
 
-    def cut(shared, **given):
-        geometry = plan(config, "bf16", Machine(8, shared, 90), **given)
+    def cut(shared, **options):
+        geometry = plan(config, "bf16", Machine(8, shared, 90), **options)
         return geometry.warps, geometry.chunk_bytes, geometry.chunks
 
     assert cut(2**20) == (16, 2048, 16)
@@ -104,9 +104,9 @@ REFUSED = [
 
 @pytest.mark.parametrize(("config", "options", "message"), REFUSED)
 def test_what_does_not_fit_is_refused(config, options, message):
-    given = {"dtype": "bf16", "machine": SMALL, "warps": 2, **options}
+    arguments = {"dtype": "bf16", "machine": SMALL, "warps": 2, **options}
     with pytest.raises(ValueError, match=message):
-        plan(small_config(**config), given.pop("dtype"), given.pop("machine"), **given)
+        plan(small_config(**config), arguments.pop("dtype"), arguments.pop("machine"), **arguments)
 
 
 def test_lanes_are_shared_evenly_by_gpus():

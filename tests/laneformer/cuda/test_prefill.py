@@ -1,8 +1,4 @@
-"""Tests of prompts that PyTorch reads: the kernels continue as if they had read the prompt.
-
-The streams equal bit for bit those of the model with a plain cache, so the distribution over splits
-and rings loses nothing.
-"""
+"""Tests of prompts that PyTorch reads: the kernels continue as if they had read the prompt."""
 
 from __future__ import annotations
 
@@ -36,16 +32,18 @@ class PlainCache:
     """A cache of all keys and values in order: per layer (2, K, T, d)."""
 
     def __init__(self) -> None:
-        self.length, self.kept = 0, dict[int, torch.Tensor]()
+        self.length, self.stored = 0, dict[int, torch.Tensor]()
 
     def update(
         self, key: torch.Tensor, value: torch.Tensor, layer_idx: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
         new = torch.stack((key[0], value[0]))
-        self.kept[layer_idx] = torch.cat((self.kept[layer_idx], new), 2) if self.length else new
-        return self.kept[layer_idx][:1], self.kept[layer_idx][1:]
+        self.stored[layer_idx] = torch.cat((self.stored[layer_idx], new), 2) if self.length else new
+        return self.stored[layer_idx][:1], self.stored[layer_idx][1:]
 
 
+# The streams equal bit for bit those of the model with a plain cache, so the distribution over
+# splits and rings loses nothing.
 def same_streams(model: Any, cache: Any, other: Any, other_cache: Any) -> bool:
     pairs = zip(
         prefill.streams(model, TEXT, cache), prefill.streams(other, TEXT, other_cache), strict=True

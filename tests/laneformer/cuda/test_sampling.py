@@ -1,8 +1,4 @@
-"""Tests that the kernels' sampler draws the tokens of the C++ core, by the rule in sampling.h.
-
-tests/laneformer/engine/test_sampling.py compares the core's filters and draws with NumPy; its noise
-is compared here.
-"""
+"""Tests that the kernels' sampler draws the tokens of the C++ core, by the rule in sampling.h."""
 
 from __future__ import annotations
 
@@ -51,14 +47,12 @@ class Picks(ctypes.Structure):
 
 
 class Sampler:
-    """The sampler kernel on the emulator."""
-
     def __init__(self, builds, vocab=VOCAB, warps=2):
         self.geometry = plan(small_config(vocab_size=vocab), "bf16", SMALL, warps=warps)
         self.library = build_unit(self.geometry, '#include "sampler.cu"\n', builds)
 
     def __call__(self, logits, how, count=COUNT, order=0, first=0) -> list[int]:
-        """Return the kernel's tokens at `count` positions from `first` on."""
+        """Return tokens as `draw_tokens` does, in this order of threads."""
         # -1 marks a position that the kernel did not write
         words, tokens = np.zeros(2 * len(logits), np.uint64), np.full(count, -1, np.int32)
         argument = Picks(
@@ -76,6 +70,7 @@ def sampler(cuda_builds):
     return Sampler(cuda_builds)
 
 
+# engine/test_sampling.py compares the core's filters and draws with NumPy, but not its noise.
 def philox(seed, positions, tokens) -> np.ndarray:
     """Return the first word of Philox4x32-10 for counters (position, token, 0, 0), broadcast."""
     low = np.uint64(0xFFFFFFFF)

@@ -1,8 +1,4 @@
-"""Tests that Python and the kernels agree on the layout of words, arguments and shared memory.
-
-The kernels, built for the CPU, report sizes and offsets. test_prefill.py reads back all weights of
-a tape, and test_kernels.py multiplies by them.
-"""
+"""Tests that Python and the kernels agree on the layout of words, arguments and shared memory."""
 
 import ctypes
 
@@ -14,6 +10,8 @@ from tests.laneformer.cuda import emulator
 from tests.laneformer.cuda.emulated import build_unit, needs_emulator
 from tests.laneformer.cuda.shapes import SHAPES
 
+# The kernels, built for the CPU, report sizes and offsets. test_prefill.py reads back all weights
+# of a tape, and test_kernels.py multiplies by them.
 LAYOUT = r"""
 #include "emulator.h"
 #include "block.cuh"
@@ -47,7 +45,7 @@ def test_the_kernels_have_the_same_sizes_and_places(name, cuda_builds):
     decode = decode_structure(geometry.devices)
     fields = [name for name, _ in decode._fields_]
     streams = 4 * geometry.columns * geometry.lanes_per_device * geometry.config.hidden_size
-    asked = {
+    expected = {
         "kLaneWords": geometry.lane_words,
         "kInboxWords": geometry.inbox_words,
         "sizeof(Decode)": ctypes.sizeof(decode),
@@ -58,11 +56,11 @@ def test_the_kernels_have_the_same_sizes_and_places(name, cuda_builds):
         "sizeof(Order)": ctypes.sizeof(Order),
         **{f"offsetof(Decode, {field})": getattr(decode, field).offset for field in fields},
     }
-    sizes_of_all = ", ".join(f"int64_t({expression})" for expression in asked)
+    sizes_of_all = ", ".join(f"int64_t({expression})" for expression in expected)
     library = build_unit(geometry, LAYOUT.replace("SIZES", sizes_of_all), cuda_builds)
-    sizes = (ctypes.c_int64 * len(asked))()
+    sizes = (ctypes.c_int64 * len(expected))()
     library.sizes(sizes)
-    assert dict(zip(asked, sizes, strict=True)) == asked
+    assert dict(zip(expected, sizes, strict=True)) == expected
 
     end, aligned = ctypes.c_int64(), ctypes.c_int64()
 

@@ -31,15 +31,17 @@ def test_the_server_ends_with_its_status(error, status, monkeypatch, capsys):
         raise error
 
     def leave(code):
-        left.append(code)
+        statuses.append(code)
         raise Left
 
-    left, address, ready = [], [], threading.Event()
+    statuses, address, ready = [], [], threading.Event()
     servers, make = [], app.Server
     pretend_gpu(monkeypatch, LoopPasses)
     monkeypatch.setattr(app, "UNANSWERED_S", 600.0)  # over when the test says so
     monkeypatch.setattr(app.os, "_exit", leave)
-    monkeypatch.setattr(app, "Server", lambda *given: servers.append(make(*given)) or servers[-1])
+    monkeypatch.setattr(
+        app, "Server", lambda *arguments: servers.append(make(*arguments)) or servers[-1]
+    )
     tensors = tensors_of(random_model(CONFIG), "bf16")
     with Engine(CONFIG, tensors, device="cuda", tokenizer=byte_tokenizer()) as engine:
         monkeypatch.setattr(LoopPasses, "run", fails)
@@ -69,4 +71,4 @@ def test_the_server_ends_with_its_status(error, status, monkeypatch, capsys):
                 time.sleep(0.01)
             servers[0]._last_s -= app.UNANSWERED_S
         thread.join(30)
-    assert left == ([status] if status else [])
+    assert statuses == ([status] if status else [])

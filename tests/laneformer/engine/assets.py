@@ -33,7 +33,6 @@ TORCH_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.flo
 
 
 def small_config(**overrides) -> LaneformerConfig:
-    """Return a configuration of odd sizes."""
     # no size is a multiple of the engine's tiles, and the window is shorter than prompts
     values = {
         "hidden_size": 48, "intermediate_size": 88, "num_hidden_layers": 5, "num_attention_heads": 8,
@@ -69,13 +68,14 @@ def tensors_of(model) -> dict[str, Tensor]:
         torch.int32: "int32"
     }
     return {
+        # NumPy has no bf16, so 16-bit numbers travel as their bits
         name: Tensor(names[p.dtype], (p.view(torch.uint16) if p.itemsize == 2 else p).numpy())
         for name, p in model.state_dict().items()
     }
 
 
 def engine_of(model, config: LaneformerConfig | None = None, **options) -> Engine:
-    """Open an engine on a model's weights, by default with fp32 keys and values."""
+    """Open an engine, by default with fp32 keys and values."""
     # most tests compare with float64 to the last few bits
     return with_fixed_cost(
         Engine(config or model.config, tensors_of(model), **{"kv_dtype": "fp32", **options})
@@ -120,10 +120,10 @@ def generate_together(engine, prompts: Sequence[Sequence[int]], **options) -> li
 
 def fix_costs(monkeypatch):
     """Fix the cost of columns in all CPU engines that are opened from now on."""
-    made = CpuDecoder.__init__
+    init = CpuDecoder.__init__
 
     def make(decoder, *arguments, **options):
-        made(decoder, *arguments, **options)
+        init(decoder, *arguments, **options)
         decoder.fix_cost(EACH_COLUMN)
 
     monkeypatch.setattr(CpuDecoder, "__init__", make)
@@ -160,7 +160,7 @@ def resident_bytes() -> int:
 def check_logits(
     model, ids: list[int], config: LaneformerConfig | None = None, **options
 ) -> np.ndarray:
-    """Return the engine's logits after comparing them with float64."""
+    """Return the engine's logits, compared with float64's."""
     # The weights are the same, so only float32 rounding differs. The engine sums in another order
     # than PyTorch, which changes an error's value but not its size. Planted errors are thousands of
     # times larger.
@@ -201,13 +201,12 @@ def byte_tokenizer() -> Tokenizer:
 
 @functools.cache
 def usable_isas(
-    known: Sequence[str] = ("avx512_bf16", "avx512", "avx2", "portable"),
+    candidates: Sequence[str] = ("avx512_bf16", "avx512", "avx2", "portable"),
 ) -> tuple[str, ...]:
-    """Return the instruction sets of `known` that this CPU has, in their order."""
     # by default the best first, of those whose blocks of columns have the bits of single columns
     model = random_model(small_config(num_hidden_layers=1, swa_layers=()))
     usable = []
-    for isa in known:
+    for isa in candidates:
         try:
             engine_of(model, isa=isa).close()
         except ValueError:

@@ -39,7 +39,7 @@ ROUNDED = ("int8", "int4")
 
 
 @dataclass(frozen=True)
-class Asked:
+class GoldenRequest:
     """A request: scored from `start` on unless that is 0, else generated, with each token within its mask."""
 
     ids: list[int]
@@ -64,21 +64,22 @@ def engine_of(name, num_nextn_predict_layers=0, **options) -> Engine:
     return with_fixed_cost(Engine.random(config, **defaults | options))
 
 
-def requests(name) -> list[Asked]:
+def requests(name) -> list[GoldenRequest]:
     draw, vocab = random.Random(name), MODELS[name].get("vocab_size", 100)
     shared = [[draw.randrange(vocab) for _ in range(200)] for _ in range(3)]
     return [_request(draw, vocab, shared) for _ in range(REQUESTS)]
 
 
-def _request(draw, vocab, shared) -> Asked:
-    """Return a random request with any mixture of options."""
+def _request(draw, vocab, shared) -> GoldenRequest:
     # prompts often share a prefix or repeat themselves
     prompt = draw.choice(shared)[: draw.choice((0, 1, 20, 60, 140, 200))]
     prompt = prompt + [draw.randrange(vocab) for _ in range(draw.randrange(1, 30))]
     # 15% are scored, 15% have masks, the others generate freely
     kind = draw.random()
     if kind < 0.15:
-        return Asked(prompt, {"top": draw.randrange(4)}, start=draw.randrange(1, len(prompt) + 1))
+        return GoldenRequest(
+            prompt, {"top": draw.randrange(4)}, start=draw.randrange(1, len(prompt) + 1)
+        )
     options = {"max_new_tokens": draw.randrange(1, 25)}
     for option, value in {
         "temperature": 0.8,
@@ -103,12 +104,12 @@ def _request(draw, vocab, shared) -> Asked:
         masks = [
             [draw.randrange(vocab) for _ in range(30)] for _ in range(options["max_new_tokens"])
         ]
-        return Asked(prompt, options, masks=masks)
+        return GoldenRequest(prompt, options, masks=masks)
     if options.setdefault("speculate", 0):
         prompt = (prompt[-12:] * 3)[: len(prompt)] + prompt[-12:]
         # so that drafts are right now and then
         options["logit_bias"] = dict.fromkeys(prompt[-2:], 6.0)
-    return Asked(prompt, options)
+    return GoldenRequest(prompt, options)
 
 
 def mask_of(ids, vocab) -> np.ndarray:
@@ -118,13 +119,12 @@ def mask_of(ids, vocab) -> np.ndarray:
     return mask
 
 
-def join(batch, asked, vocab, masks=None) -> int:
-    """Send a request to the batch."""
+def join(batch, request, vocab, masks=None) -> int:
     # masks: how many masks come with the request; `allow` adds the others later
-    if asked.start:
-        return batch.score(asked.ids, start=asked.start, **asked.options)
-    ticket = batch.join(asked.ids, masked=bool(asked.masks), **asked.options)
-    for index, ids in enumerate(asked.masks[:masks]):
+    if request.start:
+        return batch.score(request.ids, start=request.start, **request.options)
+    ticket = batch.join(request.ids, masked=bool(request.masks), **request.options)
+    for index, ids in enumerate(request.masks[:masks]):
         batch.allow(ticket, index, mask_of(ids, vocab))
     return ticket
 
@@ -141,35 +141,36 @@ def ids_of_tokens(tokens: Sequence[GeneratedToken]) -> list[int]:
     return [token.id for token in tokens] + [i for token in tokens for i, _ in token.top]
 
 
-def alone(engine, asked) -> list[int]:
-    """Return the ids, then the counts of reused positions, passes, draft tokens and accepted drafts."""
+def alone(engine, request) -> list[int]:
+    """Return the ids, then the counts of reused positions, passes, drafts and accepted drafts."""
     with engine.batch() as batch:
-        ticket = join(batch, asked, engine.config.vocab_size)
+        ticket = join(batch, request, engine.config.vocab_size)
         updates = collect(batch, ticket)[ticket]
     return [*ids_of(updates), *vars(updates[-1].statistics).values()]
 
 
-def side_by_side(engine, every, late_masks=False) -> list[list[int]]:
+def side_by_side(engine, in_order, late_masks=False) -> list[list[int]]:
     """Return the ids of all requests, which join in order, as many at a time as there is room for.
 
     Args:
         late_masks: send each token's mask only after the token before it.
     """
     vocab, masks = engine.config.vocab_size, 1 if late_masks else None
-    waiting, running = list(range(len(every))), dict[int, int]()  # by ticket: the request's number
-    updates: list[list[Update]] = [[] for _ in every]
+    # the numbers of the requests that wait, and, by ticket, of those that run
+    waiting, running = list(range(len(in_order))), dict[int, int]()
+    updates: list[list[Update]] = [[] for _ in in_order]
     with engine.batch() as batch:
         while waiting or running:
             while waiting and len(running) < batch.max_joined:
                 number = waiting.pop(0)
                 # requests join in order, whenever one has ended
-                running[join(batch, every[number], vocab, masks)] = number
+                running[join(batch, in_order[number], vocab, masks)] = number
             for update in batch.updates(10.0):
                 number = running[update.ticket]
                 updates[number].append(update)
-                made = sum(len(u.tokens) for u in updates[number])
-                for ids in every[number].masks[made : made + 1] if late_masks else ():
-                    batch.allow(update.ticket, made, mask_of(ids, vocab))
+                count = sum(len(u.tokens) for u in updates[number])
+                for ids in in_order[number].masks[count : count + 1] if late_masks else ():
+                    batch.allow(update.ticket, count, mask_of(ids, vocab))
                 if update.finish_reason is not None:
                     del running[update.ticket]
     return [ids_of(u) for u in updates]
@@ -184,7 +185,7 @@ def record() -> Iterator[tuple[str, list[list[int]]]]:
         answers = {}
         for isa in ("auto", "portable"):
             with engine_of(name, threads=1, isa=isa) as engine:
-                answers[isa] = [alone(engine, asked) for asked in requests(name)]
+                answers[isa] = [alone(engine, request) for request in requests(name)]
         # The portable kernels round differently, so no answer may depend on a tie. Rounded
         # activations
         # (int8, int4) may flip; their ids hold for all other instruction sets.
@@ -196,6 +197,6 @@ def record() -> Iterator[tuple[str, list[list[int]]]]:
 
 
 if __name__ == "__main__":
-    found = {name: [json.dumps(ids) for ids in answers] for name, answers in record()}
-    models = [f'"{name}": [\n' + ",\n".join(lines) + "\n]" for name, lines in found.items()]
+    answer_lines = {name: [json.dumps(ids) for ids in answers] for name, answers in record()}
+    models = [f'"{name}": [\n' + ",\n".join(lines) + "\n]" for name, lines in answer_lines.items()]
     FILE.write_text("{\n" + ",\n".join(models) + "\n}\n")

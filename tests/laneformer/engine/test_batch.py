@@ -1,7 +1,4 @@
-"""Tests of `Engine.batch`: joining and leaving, masks, and the pace of prompts.
-
-test_goldens.py checks the tokens.
-"""
+"""Tests of `Engine.batch`: joining and leaving, masks, and the pace of prompts."""
 
 from __future__ import annotations
 
@@ -28,6 +25,7 @@ ENDLESS = {"max_new_tokens": 19_900, "ignore_eos": True}
 
 
 def test_a_ninth_request_is_refused_until_one_has_been_collected():
+    # a place is taken until the end of its request is collected, however early that came
     with engine_of(small_model()) as engine, engine.batch() as batch:
         tickets = [
             batch.join([i], max_new_tokens=1 if i == 0 else 90, ignore_eos=True) for i in range(8)
@@ -43,16 +41,16 @@ def test_requests_from_many_threads():
     options = {"max_new_tokens": 40, "ignore_eos": True}
     with engine_of(small_model(), threads=2) as engine:
         expected = {i: engine.generate([i], **options) for i in range(8)}
-        owner, left, ended = {}, set(), {}
+        owner, leavers, reasons = {}, set(), {}
 
         def client(i):
             for turn in range(20):
                 ticket = batch.join([i], **options)
                 owner[ticket] = i
                 if turn % 2:
-                    left.add(ticket)
+                    leavers.add(ticket)
                     batch.leave(ticket)
-                while ticket not in ended:
+                while ticket not in reasons:
                     time.sleep(0.001)
 
         with engine.batch() as batch:
@@ -64,12 +62,12 @@ def test_requests_from_many_threads():
                 for update in batch.updates(0.05):
                     tokens.setdefault(update.ticket, []).extend(token.id for token in update.tokens)
                     if update.finish_reason:
-                        ended[update.ticket] = update.finish_reason
-        assert len(ended) == 160
-        for ticket, reason in ended.items():
+                        reasons[update.ticket] = update.finish_reason
+        assert len(reasons) == 160
+        for ticket, reason in reasons.items():
             ids = tokens[ticket]
             assert ids == expected[owner[ticket]][: len(ids)]
-            assert reason == "cancelled" if ticket in left and len(ids) < 40 else len(ids) == 40
+            assert reason == "cancelled" if ticket in leavers and len(ids) < 40 else len(ids) == 40
 
 
 def failing_at(token) -> Engine:
@@ -85,6 +83,7 @@ def test_an_overflow_ends_one_request_alone():
         expected = engine.generate(
             [3, 4], max_new_tokens=60, ignore_eos=True, logit_bias={7: -100.0}
         )
+        # the second round shows that the first has left nothing behind
         for _ in range(2):
             with engine.batch() as batch:
                 good = batch.join(
@@ -168,16 +167,16 @@ MACHINES = {
 def test_the_pace_keeps_gaps_below_twice_the_usual(machine):
     seconds, pace, rng = MACHINES[machine], _core.Pace(), np.random.default_rng(0)
     best = max([1, *(columns for columns in range(1, 129) if seconds(columns) < 1.7 * seconds(0))])
-    taken = []
+    column_counts = []
     for turn in range(1000):
         columns = pace.columns()
         assert 0 <= columns <= 128
-        taken.append(columns)
+        column_counts.append(columns)
         disturbed = 5.0 if turn % 100 == 99 else 1.0  # a thread loses its core now and then
         pace.passed(columns, seconds(columns) * disturbed * rng.uniform(1.0, 1.05))
-    assert max(taken) <= max(2, 1.1 * best)
-    assert np.mean(taken) >= 0.8 * best, "prompts are not held up for nothing"
-    assert 10 <= taken.count(0) < 20, "the usual time is measured again and again"
+    assert max(column_counts) <= max(2, 1.1 * best)
+    assert np.mean(column_counts) >= 0.8 * best, "prompts are not held up for nothing"
+    assert 10 <= column_counts.count(0) < 20, "the usual time is measured again and again"
 
 
 def test_an_engine_may_close_while_requests_run_and_wait():
@@ -185,9 +184,11 @@ def test_an_engine_may_close_while_requests_run_and_wait():
     batch = engine.batch()
     for i in range(7):
         batch.join([i], **ENDLESS)
+    # this one waits for a mask, which never comes
     batch.join([9], masked=True)
     batch.updates(5.0)
     collecting = threading.Thread(target=batch.updates, args=[0.5])
+    # and a thread waits within `updates` meanwhile
     collecting.start()
     engine.close()
     collecting.join()

@@ -1,8 +1,4 @@
-"""Tests that no bit depends on threads or blocks of columns, for a table of models and arithmetics.
-
-test_goldens.py compares requests alone and in company; test_products.py covers single products.
-The threads outnumber the cores, so waits also meet a peer that is not running.
-"""
+"""Tests that no bit depends on threads or blocks of columns, for a table of models and arithmetics."""
 
 from __future__ import annotations
 
@@ -71,6 +67,7 @@ def isas_of(kind) -> tuple[str, ...]:
     return isas[:1] if kind in BEST_ISA_ONLY else isas
 
 
+# test_goldens.py compares requests alone and in company; test_products.py covers single products.
 @pytest.mark.parametrize("kind", KINDS)
 def test_threads_and_blocks_change_no_bit(kind):
     overrides, options, dtype = KINDS[kind]
@@ -100,6 +97,7 @@ def test_the_prefetch_distance_is_tuned_and_changes_no_bit(monkeypatch):
     )
     model = random_model(config, dtype="bf16")
     ids, logits = random_ids(config, 20), {}
+    # tuned by the engine, none, and a megabyte ahead
     for fixed in ("", "0", "1000000"):
         monkeypatch.setenv("LANEFORMER_PREFETCH", fixed)
         with engine_of(model, threads=3) as engine:

@@ -201,7 +201,6 @@ TEMPLATE = "{% for m in messages %}{{ bos_token }}{{ m.role[0] + m.content }}{% 
 
 @pytest.fixture
 def sampling_folder(tmp_path, folder):
-    """Return the folder with a chat template and with sampling as its default."""
     path = shutil.copytree(folder, tmp_path / "sampled", ignore=shutil.ignore_patterns(FOLDER))
     (path / "chat_template.jinja").write_text(TEMPLATE)
     (path / "tokenizer_config.json").write_text(
@@ -232,6 +231,7 @@ def test_sampling_of_generation_config_is_the_default_and_said(sampling_folder, 
             "--top-k=3": engine.generate_text("a b", **options, **defaults | {"top_k": 3}),
             "--temperature=0": greedy,
         }
+    # texts differ by sampling, so each shows what was in force
     assert len(set(expected.values())) == 3
     line = "from the model's generation_config.json: temperature 0.8, top_k 50, top_p 0.9 (--greedy turns it off)"
     for option, text in expected.items():

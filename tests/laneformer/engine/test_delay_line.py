@@ -1,7 +1,4 @@
-"""Tests that the delay line between lanes delays each join as long as required; Ladder Residual.
-
-test_goldens.py shows that it changes no token.
-"""
+"""Tests that the delay line between lanes delays each join as long as required; Ladder Residual."""
 
 from __future__ import annotations
 
@@ -11,7 +8,7 @@ import torch
 
 from laneformer import Laneformer
 from laneformer.engine import Engine
-from laneformer.engine.bench import after
+from laneformer.engine.bench import run_timed
 from laneformer.positions import rope_table
 from tests.laneformer.engine.assets import (
     core,
@@ -25,6 +22,7 @@ from tools.roofline import token_s
 
 LINK_S = 0.01
 LAYERS = 5
+# That the delay changes no token is test_goldens.py's business.
 VARIANTS = {
     "tensor_parallel": {"broadcast_delay": 0},
     "ladder": {"broadcast_delay": 0},
@@ -55,7 +53,7 @@ def floor_s(variant, link_s=LINK_S) -> float:
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_every_wait_that_a_join_needs_takes_its_time(variant):
     with engine_with(variant, link_s=LINK_S) as engine:
-        assert min(after(engine, [1, 2, 3], 3).whole.token_s) >= floor_s(variant)
+        assert min(run_timed(engine, [1, 2, 3], 3).whole.token_s) >= floor_s(variant)
 
 
 @pytest.mark.rotate  # by the clock
@@ -63,7 +61,7 @@ def test_every_wait_that_a_join_needs_takes_its_time(variant):
 def test_no_join_waits_that_need_not(variant):
     link_s = 0.1  # beside which even a busy machine is fast
     with engine_with(variant, link_s=link_s) as engine:
-        least = min(after(engine, [1, 2, 3], 4).whole.token_s)
+        least = min(run_timed(engine, [1, 2, 3], 4).whole.token_s)
     assert floor_s(variant, link_s) <= least < floor_s(variant, link_s) + 2 * link_s
 
 
@@ -71,7 +69,7 @@ def test_threads_of_one_lane_do_not_wait_for_the_link():
     model = small_model(num_lanes=1, broadcast_delay=0)
     with engine_of(model, threads=2) as engine:
         core(engine).set_latency(1.0)
-        assert min(after(engine, [1, 2, 3], 3).whole.token_s) < 1.0
+        assert min(run_timed(engine, [1, 2, 3], 3).whole.token_s) < 1.0
 
 
 def module_late_logits(model, ids) -> np.ndarray:
@@ -99,6 +97,7 @@ def test_ladder_reads_each_sum_one_module_late():
         expected = module_late_logits(reference, ids)
     with engine_of(model, threads=2) as plain, engine_with("ladder") as ladder:
         np.testing.assert_allclose(ladder.logits(ids), expected, rtol=0, atol=1e-4)
+        # a thousand tolerances away, or the line above would show nothing
         assert np.abs(plain.logits(ids) - expected).max() > 0.1
 
 

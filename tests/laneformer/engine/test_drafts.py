@@ -1,8 +1,4 @@
-"""Tests of drafts: their sources (the text, a small model, the model's own head) and their cost.
-
-test_goldens.py shows that no request's tokens depend on them, test_logprobs.py the same of
-log-probabilities.
-"""
+"""Tests of drafts: their sources (the text, a small model, the model's own head) and their cost."""
 
 from __future__ import annotations
 
@@ -43,6 +39,8 @@ def longest_end(text: list[int], other: list[int], own: bool) -> tuple[int, int]
     return best
 
 
+# test_goldens.py shows that no request's tokens depend on drafts, test_logprobs.py that no
+# log-probability does.
 @pytest.mark.parametrize("vocab", [3, 30, 3000])
 def test_drafts_follow_the_longest_end_that_stood_before(vocab):
     draw, drafted = random.Random(vocab), 0
@@ -121,6 +119,7 @@ def model_with_head(seed=0, dtype="fp32", **overrides) -> Laneformer:
         **{"num_nextn_predict_layers": 1, **LONG, **overrides}, seed=seed, dtype=dtype
     )
     if ids := model.config.draft_vocab_size:
+        # any ids in ascending order, so that a draft's row is not its id
         spread = torch.randperm(
             model.config.vocab_size, generator=torch.Generator().manual_seed(seed)
         )[:ids]
@@ -170,15 +169,15 @@ def test_drafts_cost_next_to_nothing_where_they_fail(each_column, temperature):
                 "seed": seed,
                 "ignore_eos": True,
             }
-            done = engine.generate_detailed(prompt, **options, reuse_prefix=False).statistics
-            assert done.passes + each_column * done.proposed_tokens < 1.03 * 400
+            statistics = engine.generate_detailed(prompt, **options, reuse_prefix=False).statistics
+            assert statistics.passes + each_column * statistics.proposed_tokens < 1.03 * 400
 
 
 @pytest.mark.parametrize("source", ["model", "head"])
 def test_drafts_that_do_not_pay_are_not_made(source):
-    own = model_with_head(draft_vocab_size=40) if source == "head" else small_model(**LONG)
+    large = model_with_head(draft_vocab_size=40) if source == "head" else small_model(**LONG)
     small = small_model(**LONG, num_hidden_layers=3, swa_layers=(), seed=1)
-    with engine_of(own) as engine, engine_of(small) as other:
+    with engine_of(large) as engine, engine_of(small) as other:
         if source == "model":
             core(engine).draft_with(core(other))
         # a draft costs as much as two passes
@@ -208,6 +207,7 @@ def test_drafts_end_with_the_context():
 
 
 def test_a_model_that_drafts_for_itself_is_always_right():
+    # equal seeds draw equal tokens, so that even sampled drafts are all accepted
     model = small_model(**LONG)
     options = {"max_new_tokens": 100, "ignore_eos": True, "temperature": 1.0, "seed": 7}
     with engine_of(model, threads=3) as engine, engine_of(model, threads=3) as small:
@@ -304,6 +304,7 @@ def test_quantised_drafts_are_near(dtype, least):
         engine.generate(random_ids(model.config, 30, 1), max_new_tokens=20)
         ids, step, logits = take_drafts(engine)[0]
     exact = reference(widen_model(model, torch.float64), ids, step)
+    # ids that the head does not score have -inf
     can = np.isfinite(exact)
     assert np.corrcoef(logits[can], exact[can])[0, 1] > least
 

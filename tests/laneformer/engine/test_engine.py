@@ -1,7 +1,4 @@
-"""Tests of the engine's arithmetic against model.py in float64, with every switch.
-
-test_modules.py covers instruction sets; `check_logits` defines the tolerance.
-"""
+"""Tests of the engine's arithmetic against model.py in float64, with every switch."""
 
 import itertools
 

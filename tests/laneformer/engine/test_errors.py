@@ -48,8 +48,6 @@ def change_weights(folder, change):
 
 @pytest.fixture
 def refuses(folder):
-    """Assert that loading the folder fails with this message."""
-
     def check(message, **options):
         with pytest.raises(ValueError, match=message):
             Engine.from_pretrained(folder, **options)
@@ -187,6 +185,7 @@ def test_makers_sampling_that_cannot_be_names_its_file(folder, refuses):
 
 
 def test_a_misspelt_key_is_refused_and_bookkeeping_is_not(folder, refuses):
+    # what Transformers adds to any config.json passes
     change_config(
         folder, transformers_version="5.0", auto_map={}, torch_dtype="float32", use_cache=True
     )
@@ -262,12 +261,12 @@ def test_conversions_round_as_pytorch_does(dtype):
         )
     ids = random_ids(model.config, 30)
     with engine_of(model, dtype=dtype) as converted:
-        seen = converted.logits(ids)
+        logits = converted.logits(ids)
     for name, p in model.named_parameters():
         if not name.endswith("norm.weight"):  # norm scales stay in float32
             p.data = p.data.to(TORCH_DTYPES[dtype]).float()
     with engine_of(model) as rounded:
-        np.testing.assert_array_equal(rounded.logits(ids), seen)
+        np.testing.assert_array_equal(rounded.logits(ids), logits)
 
 
 def test_sharded_checkpoints(folder, refuses):

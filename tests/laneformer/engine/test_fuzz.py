@@ -43,6 +43,7 @@ anything = st.one_of(
 
 
 def valid(name) -> st.SearchStrategy:
+    # small numbers keep a generation short
     if name in RANGES:
         kind, low, high = RANGES[name]
         return (
@@ -114,6 +115,6 @@ def test_the_compiled_module_checks_its_arguments_itself(engine, changes):
         if changes.get("masked"):
             decoder.leave(ticket)
         while decoder.running:
-            for news in decoder.collect(0.1):
-                assert all(0 <= i < 264 for i in news.tokens)
+            for result in decoder.collect(0.1):
+                assert all(0 <= i < 264 for i in result.tokens)
     still_works(engine)

@@ -1,8 +1,4 @@
-"""Tests that 200 recorded requests always give the same ids, however they are run.
-
-The modes are threads, instruction sets, company, streams, drafts from every source, a slow link
-between lanes, and keys and values from files.
-"""
+"""Tests that 200 recorded requests always give the same ids, however they are run."""
 
 from __future__ import annotations
 
@@ -16,7 +12,7 @@ from tests.laneformer.engine.assets import core, usable_isas
 from tests.laneformer.engine.goldens import (
     MODELS,
     ROUNDED,
-    Asked,
+    GoldenRequest,
     alone,
     engine_of,
     goldens,
@@ -27,7 +23,7 @@ from tests.laneformer.engine.goldens import (
 
 GOLDENS = goldens()
 FIGURES = 4  # of the statistics, after the ids
-Answer = Callable[[Engine, list[Asked]], list[list[int]]]
+Answer = Callable[[Engine, list[GoldenRequest]], list[list[int]]]
 CHEAP = 0.001  # of the cost of a pass: so that drafts are made
 
 
@@ -36,11 +32,11 @@ def ids(name) -> list[list[int]]:
 
 
 def check_all(name, **options):
-    """Check every request alone, with its statistics, and all of them side by side."""
-    every = requests(name)
+    """Check every request alone and all of them side by side."""
+    all_requests = requests(name)
     with engine_of(name, **options) as engine:
-        assert [alone(engine, asked) for asked in every] == GOLDENS[name]
-        assert side_by_side(engine, every) == ids(name)
+        assert [alone(engine, request) for request in all_requests] == GOLDENS[name]
+        assert side_by_side(engine, all_requests) == ids(name)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -60,11 +56,11 @@ def test_on_every_instruction_set(name):
 
 def test_as_streams_and_at_once():
     with engine_of("delay_2", threads=3) as engine:
-        for asked, expected in zip(requests("delay_2"), ids("delay_2"), strict=True):
-            if not asked.start and not asked.masks:
-                tokens = list(engine.stream_detailed(asked.ids, **asked.options))
+        for request, expected in zip(requests("delay_2"), ids("delay_2"), strict=True):
+            if not request.start and not request.masks:
+                tokens = list(engine.stream_detailed(request.ids, **request.options))
                 result = engine.generate_detailed(
-                    asked.ids, **asked.options | {"reuse_prefix": False}
+                    request.ids, **request.options | {"reuse_prefix": False}
                 )
                 assert ids_of_tokens(tokens) == ids_of_tokens(result.tokens) == expected
 
@@ -75,17 +71,16 @@ def test_with_masks_that_come_late():
             assert side_by_side(engine, requests("delay_2"), late_masks=True) == ids("delay_2")
 
 
-def one_by_one(engine, every) -> list[list[int]]:
-    return [alone(engine, asked)[:-FIGURES] for asked in every]
+def one_by_one(engine, all_requests) -> list[list[int]]:
+    return [alone(engine, request)[:-FIGURES] for request in all_requests]
 
 
-def with_drafts(every: list[Asked]) -> list[Asked]:
-    """Return the requests with as many drafts as possible."""
+def with_drafts(all_requests: list[GoldenRequest]) -> list[GoldenRequest]:
     return [
-        asked
-        if asked.start
-        else dataclasses.replace(asked, options={**asked.options, "speculate": 31})
-        for asked in every
+        request
+        if request.start
+        else dataclasses.replace(request, options={**request.options, "speculate": 31})
+        for request in all_requests
     ]
 
 
@@ -118,10 +113,12 @@ def test_behind_a_slow_link_between_lanes(name):
 
 @pytest.mark.parametrize("name", ["delay_2", "two_lanes"])
 def test_with_prefixes_from_files_after_restarts(name, tmp_path):
-    every, answers, hits = requests(name), [], 0
-    for first in range(0, len(every), 5):
+    all_requests, answers, hits = requests(name), [], 0
+    # a restart after every fifth request
+    for first in range(0, len(all_requests), 5):
         with engine_of(name, threads=2, cache_dir=tmp_path) as engine:
-            answers += one_by_one(engine, every[first : first + 5])
+            answers += one_by_one(engine, all_requests[first : first + 5])
             hits += engine.saved_prefixes["hits"]
     assert answers == ids(name)
+    # or files had no part in the answers
     assert hits > 3

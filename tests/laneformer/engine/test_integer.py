@@ -1,8 +1,4 @@
-"""Tests of int8 and int4 weights, products with activations rounded to int8, and their engines.
-
-NumPy defines the products here, and every instruction set must match them bit for bit.
-test_bits.py shows that threads and blocks change no bit.
-"""
+"""Tests of int8 and int4 weights, products with activations rounded to int8, and their engines."""
 
 from __future__ import annotations
 
@@ -51,11 +47,11 @@ def in_groups(values: np.ndarray) -> np.ndarray:
 def round_inputs(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return the inputs' integers (columns, groups, 32) and scales (columns, groups)."""
     groups = in_groups(x)
-    most = np.abs(groups).max(-1)
-    scales = most / single(127)
+    largest = np.abs(groups).max(-1)
+    scales = largest / single(127)
     scales[scales < np.finfo(single).tiny] = 0
     with np.errstate(divide="ignore", over="ignore"):
-        inverse = np.where(scales > 0, single(127) / most, single(0))
+        inverse = np.where(scales > 0, single(127) / largest, single(0))
     return np.rint(groups * inverse[..., None]).astype(np.int64), scales
 
 
@@ -85,6 +81,8 @@ def unpack_tape(tape, rows, inputs, dtype) -> tuple[np.ndarray, np.ndarray]:
     return LEVELS[bits[:rows]], scales[:rows].astype(single)
 
 
+# NumPy defines the products here, and every instruction set must match them bit for bit.
+# test_bits.py shows that threads and blocks change no bit.
 def multiply_by_definition(tape, x, rows, dtype) -> np.ndarray:
     """Return the product (columns, rows)."""
     # integers are summed exactly; then each float32 operation rounds
@@ -101,6 +99,7 @@ def multiply_by_definition(tape, x, rows, dtype) -> np.ndarray:
 @pytest.mark.parametrize("dtype", ["int8", "int4"])
 @pytest.mark.parametrize("isa", ISAS)
 def test_products_have_the_bits_of_their_definition(isa, dtype):
+    # rows that fill tiles and do not, inputs that are whole groups of 32 and are not
     for rows, inputs in ((32, 32), (40, 34), (5, 8), (70, 96), (33, 136), (64, 12), (96, 576)):
         weights, x = draw_weights(rows, inputs), draw_weights(13, inputs, seed=1)
         tape, _ = _core.multiply(weights, x, dtype, "int8", isa)
@@ -115,6 +114,7 @@ def test_products_have_the_bits_of_their_definition(isa, dtype):
 
 def test_inputs_too_small_for_a_scale_are_zeros():
     x = np.full((2, 64), 1e-37, single)
+    # one group of the second column has a scale: zeros go by group, not by column
     x[1, :32] = 3.0
     weights = draw_weights(32, 64)
     tape, product = _core.multiply(weights, x, "int4", "int8", "auto")
@@ -139,9 +139,9 @@ def test_int8_holds_every_weight_rounded_once():
     steps = np.abs(weights).max(1).astype(np.float64) / LARGEST
     steps[steps < np.finfo(single).tiny] = 0
     np.testing.assert_allclose(scales, steps, rtol=2**-24)  # one rounding to float32
-    meant = round_to_int8({"w": torch.from_numpy(weights)})["w"].numpy()
+    expected = round_to_int8({"w": torch.from_numpy(weights)})["w"].numpy()
     np.testing.assert_array_equal(
-        integers.reshape(weights.shape) * scales[:, None].astype(np.float64), meant
+        integers.reshape(weights.shape) * scales[:, None].astype(np.float64), expected
     )
 
 
@@ -231,7 +231,7 @@ def test_logits_are_near_those_of_exact_activations(head):
     ],
 )
 def test_what_is_fast_depends_on_the_weights_and_the_cpu(monkeypatch, dtype, isa, auto, fast):
-    monkeypatch.setattr(_core, "isa_of", lambda asked: isa)
+    monkeypatch.setattr(_core, "isa_of", lambda name: isa)
     assert (choose_math("auto", dtype, "auto"), choose_math("fast", dtype, "auto")) == (auto, fast)
 
 

@@ -1,7 +1,4 @@
-"""Tests of cached keys and values in 16 and 8 bits, and of attention in blocks and chunks.
-
-Contexts exceed two chunks of 256 positions, so chunks are merged, cut by windows, and distributed.
-"""
+"""Tests of cached keys and values in 16 and 8 bits, and of attention in blocks and chunks."""
 
 import itertools
 
@@ -22,6 +19,8 @@ from tests.laneformer.engine.assets import (
     usable_isas,
 )
 
+# Contexts exceed two chunks of 256 positions, so chunks are merged, cut by windows, and
+# distributed.
 LENGTH = 600
 LONG = {
     "max_position_embeddings": 640,
@@ -121,6 +120,7 @@ def test_values_beyond_fp16_end_the_request():
         model.get_parameter("layers.3.attention.wv.weight").mul_(1e6)
     ids = random_ids(model.config, 20)
     with engine_of(model, kv_dtype="fp16") as engine:
+        # the second request must not reuse what the first has left
         for _ in range(2):
             with pytest.raises(
                 OverflowError, match="beyond fp16's 65,504; use kv_dtype = 'bf16' or 'fp32'"
@@ -128,6 +128,7 @@ def test_values_beyond_fp16_end_the_request():
                 engine.generate(ids, max_new_tokens=4)
         with pytest.raises(OverflowError, match="beyond fp16"):
             list(engine.stream(ids, max_new_tokens=4))
+    # both reach further
     for kv_dtype in ("bf16", "int8"):
         with engine_of(model, kv_dtype=kv_dtype) as engine:
             assert len(engine.generate(ids, max_new_tokens=4)) == 4

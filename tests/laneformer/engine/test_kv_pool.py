@@ -35,8 +35,8 @@ def answer(engine, prompt, new=8, **options) -> tuple[list[int], list[float | No
 
 def check_reuse(engine, fresh, prompt, new=8) -> int:
     """Return the number of reused ids, after comparing bits with an engine that reads all of them."""
-    *seen, reused = answer(engine, prompt, new)
-    assert seen == [*answer(fresh, prompt, len(seen[0]), reuse_prefix=False)[:2]]
+    *output, reused = answer(engine, prompt, new)
+    assert output == [*answer(fresh, prompt, len(output[0]), reuse_prefix=False)[:2]]
     return reused
 
 
@@ -45,7 +45,6 @@ def kv_bytes(engine) -> int:
 
 
 def bytes_of(positions, config=None, **options) -> int:
-    """Return the bytes of one request of so many positions."""
     with engine_of(random_model(config or small_config(**LONG)), **options) as engine:
         engine.generate(random_ids(engine.config, positions), max_new_tokens=1)
         return kv_bytes(engine)
@@ -70,6 +69,7 @@ def test_the_least_recently_used_conversation_goes_first():
         talks = [random_ids(engine.config, 100, seed=i) for i in range(6)]
         for talk in talks:
             answer(engine, talk, 1)
+        # the last four of the six fit; 1 takes the room of 4, the only one not asked for again
         assert [answer(engine, talks[i], 1)[2] for i in (3, 5, 2, 1, 3, 5, 2)] == [
             99,
             99,
@@ -84,13 +84,14 @@ def test_the_least_recently_used_conversation_goes_first():
 
 @pytest.mark.parametrize("swa_layers", [(0, 1, 3), ()])
 def test_a_prompt_may_part_anywhere_from_the_cached_one(swa_layers):
+    # 439 of 440 is the most that can be reused, since the last id is always read
     model = small_model(**LONG, swa_layers=swa_layers, seed=3)
     ids = random_ids(model.config, 440)
     with engine_of(model) as engine, engine_of(model) as fresh:
-        for kept in (439, 350, 301, 200, 8, 1):
+        for shared in (439, 350, 301, 200, 8, 1):
             engine.generate(ids, max_new_tokens=1, reuse_prefix=False)
-            other = [*ids[:kept], (ids[kept] + 1) % 100]
-            assert check_reuse(engine, fresh, other, 1) == kept
+            other = [*ids[:shared], (ids[shared] + 1) % 100]
+            assert check_reuse(engine, fresh, other, 1) == shared
 
 
 def test_what_was_cancelled_or_kept_its_logits_changes_no_bit():
@@ -99,6 +100,7 @@ def test_what_was_cancelled_or_kept_its_logits_changes_no_bit():
     for length in (20, 130, 280):
         with engine_of(model) as fresh, engine_of(model) as engine:
             stream = engine.stream(ids[:length], max_new_tokens=50, speculate=4)
+            # cancelled with drafts under way
             next(stream), stream.close()
             for prompt in (ids, ids[: length + 2], ids[:length]):
                 check_reuse(engine, fresh, prompt)
@@ -112,8 +114,10 @@ def test_without_room_a_conversation_goes_on_with_its_windows_alone(window):
         talk = random_ids(engine.config, 300)
         for turn in range(3):
             new = answer(engine, talk, 100)
+            # but for the 60 new ids, and the answer's last token, which no pass has read
             assert new[2] == (len(talk) - 61 if turn else 0)
             talk += new[0] + random_ids(engine.config, 60, seed=turn)
+        # parts from it before the windows that are there, so all of it is read again
         edited = [*talk[:550], *random_ids(engine.config, 60, seed=9)]
         assert check_reuse(engine, fresh, edited) == 0
 
@@ -128,8 +132,8 @@ def test_positions_between_starts_go_first():
         core(engine).set_cache_limit(kv_bytes(engine) - 1)
         engine.generate(random_ids(engine.config, 20, seed=2), max_new_tokens=1)
         # ends of prompts: 299 and 649; of the first answer: 449
-        for kept, start in ((760, 649), (650, 649), (640, 449), (460, 449), (380, 299), (250, 0)):
-            prompt = [*talk[:kept], (talk[kept] + 1) % 100]
+        for shared, start in ((760, 649), (650, 649), (640, 449), (460, 449), (380, 299), (250, 0)):
+            prompt = [*talk[:shared], (talk[shared] + 1) % 100]
             assert start <= check_reuse(engine, fresh, prompt, 1) <= -(-start // PAGE) * PAGE
 
 
@@ -146,8 +150,8 @@ def test_a_request_copies_from_one_that_runs():
             batch.join(prompt, max_new_tokens=20, ignore_eos=True) for prompt in prompts[1:]
         ]
         updates = collect(batch, *tickets)
-    ended = [updates[ticket][-1].statistics for ticket in tickets]
-    assert [statistics and statistics.reused_tokens for statistics in ended] == [0, 150, 150, 150]
+    totals = [updates[ticket][-1].statistics for ticket in tickets]
+    assert [statistics and statistics.reused_tokens for statistics in totals] == [0, 150, 150, 150]
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs /proc")
@@ -158,14 +162,14 @@ def test_memory_is_taken_as_it_is_written_and_given_back():
     with Engine.random(config, dtype="bf16", threads=2, cache_bytes=1 << 40) as engine:
         # touches the other buffers
         engine.generate(random_ids(config, 2000, seed=9), max_new_tokens=1)
-        before, counted = resident_bytes(), kv_bytes(engine)
+        before, kv_before = resident_bytes(), kv_bytes(engine)
         for i in range(3):
             engine.generate(random_ids(config, 2000, seed=i), max_new_tokens=1, reuse_prefix=False)
-        taken, written = resident_bytes() - before, kv_bytes(engine) - counted
+        resident, written = resident_bytes() - before, kv_bytes(engine) - kv_before
         assert written == 3 * 2048 * config.cached_bytes(
             1, 2
         )  # pages hold 128 positions of 32 bytes
-        assert abs(taken - written) < 0.1 * written
+        assert abs(resident - written) < 0.1 * written
         core(engine).set_cache_limit(0)
         engine.generate([1, 2, 3], max_new_tokens=1)
         assert resident_bytes() - before < 0.1 * written
@@ -173,7 +177,7 @@ def test_memory_is_taken_as_it_is_written_and_given_back():
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs /proc and RLIMIT_AS")
 def test_a_cache_without_memory_takes_that_of_an_old_one_or_ends_its_request_alone():
-    done = run_python("""
+    process = run_python("""
         import resource
         from laneformer import LaneformerConfig
         config = LaneformerConfig.from_flavor("tiny", max_position_embeddings=1 << 20, vocab_size=64)
@@ -191,8 +195,8 @@ def test_a_cache_without_memory_takes_that_of_an_old_one_or_ends_its_request_alo
         print(*(ends[t].finish_reason for t in tickets), ends[tickets[1]].error, sep="\\n")
         print(engine.statistics.passes, ends[tickets[0]].statistics.passes)
     """)
-    assert done.returncode == 0, done.stderr
-    again, first, second, error, passes = done.stdout.splitlines()
+    assert process.returncode == 0, process.stderr
+    again, first, second, error, passes = process.stdout.splitlines()
     assert (again, first, second) == ("True", "length", "error")
     assert "1048576 positions need more than" in error
     assert "the system does not give" in error

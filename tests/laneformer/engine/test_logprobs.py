@@ -42,6 +42,7 @@ def test_generated_tokens_carry_the_models_own_distribution(sampling, speculate)
     logp, allowed = reference(model, prompt + result.ids)
     for row, token in zip(logp[29:-1], result.tokens, strict=True):
         assert abs(token.logprob - row[token.id]) <= allowed
+        # stable: of equally likely ids the lowest comes first
         best = np.argsort(-row, kind="stable")[:5]
         assert [i for i, _ in token.top] == best.tolist()
         assert np.abs(np.array([p for _, p in token.top]) - row[best]).max() <= allowed
@@ -64,6 +65,7 @@ def test_prompt_logprobs_with_the_likeliest_ids(head):
     with engine_of(model, threads=3) as engine:
         plain, scores = engine.logprobs(ids), engine.logprobs(ids, top=3)
         assert engine.logprobs(ids, top=0).top_ids.shape == (69, 0)
+        # nothing comes before the first id, so it has no log-probability
         assert engine.logprobs(ids[:1]).shape == (0,)
     assert np.abs(plain - logp[np.arange(69), ids[1:]]).max() <= allowed
     np.testing.assert_array_equal(scores.logprobs, plain)

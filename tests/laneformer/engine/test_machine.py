@@ -69,6 +69,7 @@ def test_threads_are_those_that_leave_the_slowest_one_least():
     ],
 )
 def test_efficiency_cores_are_left_to_others(tmp_path, files):
+    # Intel's CPUs are listed in one of two places; ARM's have a capacity each
     host = this_machine(tree(tmp_path, {**files, **siblings("0,1", "2,3")}), set(range(8)))
     assert host.cores == ((0, 1), (2, 3))
     assert host.slow == (4, 5, 6, 7)
@@ -127,6 +128,7 @@ def test_memory_nodes_are_those_of_the_allowed_cpus(tmp_path):
         {
             f"{nodes}/node0/cpulist": "0-1",
             f"{nodes}/node1/cpulist": "2-3",
+            # memory without CPUs
             f"{nodes}/node2/cpulist": "",
         },
     )

@@ -1,7 +1,4 @@
-"""Tests of the instruction set `amx`, whose blocks of four columns or more round differently.
-
-Where the CPU has no matrix unit, the last test runs the others on emulated tiles. Speed is not tested.
-"""
+"""Tests of the instruction set `amx`, whose blocks of four columns or more round differently."""
 
 from __future__ import annotations
 
@@ -65,6 +62,7 @@ def test_exact_prompts_are_as_near_to_float64_as_float32(overrides):
 @needs_unit
 @pytest.mark.parametrize("math", ["exact", "bf16"])
 def test_few_columns_have_the_bits_of_the_level_below(math):
+    # one token or two drafts make no block of four columns, so the unit has no part in them
     model = long_model(3)
     with (
         engine_of(model, isa="amx", math=math) as engine,
@@ -81,6 +79,7 @@ def test_few_columns_have_the_bits_of_the_level_below(math):
 @needs_unit
 @pytest.mark.parametrize("dtype", ["fp16", "fp32", "int8"])
 def test_other_weights_have_the_bits_of_the_level_below(dtype):
+    # the unit multiplies bf16 weights alone
     model = long_model(4, dtype="fp32" if dtype == "int8" else dtype)
     ids = random_ids(model.config, 100)
     with (
@@ -103,6 +102,8 @@ def test_threads_change_no_bit(math):
             np.testing.assert_array_equal(engine.logprobs(ids), whole)
 
 
+# Where the CPU has no matrix unit, this test runs the others on emulated tiles. Speed is not
+# tested.
 @pytest.mark.proof(*CORE_SOURCES)
 @pytest.mark.timeout(2400)
 @pytest.mark.skipif("BELOW_AMX" in os.environ, reason="this is the emulation")
@@ -115,8 +116,8 @@ def test_all_of_it_on_emulated_tiles():
     command = [sys.executable, "-m", runner, module, "-rs", "-m", "not proof"]
     environment = {**os.environ, "BELOW_AMX": "portable"}
     files = [__file__, str(Path(__file__).with_name("test_products.py"))]
-    done = subprocess.run(
+    process = subprocess.run(
         [*command, *files], cwd=ROOT, env=environment, capture_output=True, text=True
     )
-    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
-    assert "skipped" not in done.stdout, done.stdout
+    assert process.returncode == 0, process.stdout[-5000:] + process.stderr[-2000:]
+    assert "skipped" not in process.stdout, process.stdout

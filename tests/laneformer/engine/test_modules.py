@@ -1,8 +1,4 @@
-"""Tests of every module's partial output against float64, with a fault planted in its module.
-
-tools/check/reference.py computes the allowance; planted faults are thousands of times larger.
-test_quality.py plants further faults.
-"""
+"""Tests of every module's partial output against float64, with a fault planted in its module."""
 
 import pytest
 import torch
@@ -31,8 +27,10 @@ LENGTH = 170  # 24 windows of 7, two blocks
 ARITHMETIC = [(dtype, "exact") for dtype in TORCH_DTYPES] + [("bf16", "bf16")]
 
 
+# tools/check/reference.py computes the allowance; planted faults are thousands of times larger.
+# test_quality.py plants further faults.
 def compare(model, config=None, length=90, **options):
-    """Return the engine's and the float64 model's outputs at chosen positions, and the report on them."""
+    """Return both models' outputs at chosen positions, and the report on them."""
     ids = random_ids(model.config, length)
     positions = choose_positions(model.config, length)
     _, reference = model_outputs(widen_model(model, torch.float64), ids, positions)

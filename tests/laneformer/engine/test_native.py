@@ -1,7 +1,4 @@
-"""Tests of the engine's core as a C++ program: under sanitizers, with planted faults, and on aarch64.
-
-Each build compiles only what it needs. As proofs, they run again only when their sources change.
-"""
+"""Tests of the engine's core as a C++ program: under sanitizers, with planted faults, and on aarch64."""
 
 from __future__ import annotations
 
@@ -45,13 +42,13 @@ def sources() -> Iterator[Path]:
     copy.mkdir(parents=True, exist_ok=True)
     with open(CACHE / "core.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        wanted = {
+        contents = {
             path.relative_to(ROOT): path.read_bytes() for path in match_patterns(CORE_SOURCES)
         }
         for path in [path for path in copy.rglob("*") if path.is_file()]:
-            if path.relative_to(copy) not in wanted:
+            if path.relative_to(copy) not in contents:
                 path.unlink()
-        for name, text in wanted.items():
+        for name, text in contents.items():
             path = copy / name
             if not path.exists() or path.read_bytes() != text:
                 path.parent.mkdir(parents=True, exist_ok=True)
@@ -59,12 +56,13 @@ def sources() -> Iterator[Path]:
         yield copy
 
 
+# Each build compiles only what it needs. As proofs, they run again only when their sources change.
 def build(check, name="", **definitions) -> Path:
     """Build the check program with these sanitizers (or "none"), or the module with ""."""
-    own = hashlib.sha256(str(ROOT).encode()).hexdigest()[:8]
+    checkout = hashlib.sha256(str(ROOT).encode()).hexdigest()[:8]
     folder = CACHE / f"check-{name or check}"
     if not check:  # a module is for one environment's Python
-        folder = folder.with_name(f"{folder.name}-{own}")
+        folder = folder.with_name(f"{folder.name}-{checkout}")
     tools = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
     cmake = shutil.which("cmake", path=tools)
     if cmake is None:
@@ -74,11 +72,11 @@ def build(check, name="", **definitions) -> Path:
     ]
     with sources() as copy:
         for command in (["-S", copy, "-B", folder, *flags], ["--build", folder, "--parallel", "2"]):
-            done = subprocess.run(
+            process = subprocess.run(
                 [cmake, *command], capture_output=True, text=True, env={**os.environ, "PATH": tools}
             )
-            assert done.returncode == 0, done.stdout + done.stderr
-        program = folder / f"_core-{own}"  # another checkout's build leaves it as it is
+            assert process.returncode == 0, process.stdout + process.stderr
+        program = folder / f"_core-{checkout}"  # another checkout's build leaves it as it is
         if check:
             shutil.copy2(folder / "_core", program)
     return program
@@ -90,9 +88,9 @@ def run(*command: str | Path) -> subprocess.CompletedProcess[str]:
 
 def hashes(*command: str | Path) -> dict[str, str]:
     """Return {case: hash of its logits}; fail if the program reports an error."""
-    done = run(*command)
-    assert done.returncode == 0, done.stdout + done.stderr
-    ok, *pairs = done.stdout.splitlines()[-1].split()
+    process = run(*command)
+    assert process.returncode == 0, process.stdout + process.stderr
+    ok, *pairs = process.stdout.splitlines()[-1].split()
     assert ok == "ok"
     return dict(pair.split("=") for pair in pairs)
 
@@ -107,17 +105,17 @@ def sanitizer_run():
 def test_a_write_beyond_the_weights_is_caught_and_nothing_else_is(sanitizer_run):
     program, by_case = sanitizer_run
     assert "portable" in by_case
-    caught = run(program, "overflow")
-    assert caught.returncode != 0
-    assert "heap-buffer-overflow" in caught.stderr, caught.stdout + caught.stderr
+    process = run(program, "overflow")
+    assert process.returncode != 0
+    assert "heap-buffer-overflow" in process.stderr, process.stdout + process.stderr
 
 
 def test_a_race_is_caught_and_nothing_else_is():
     program = build("thread")
     assert len(hashes(program, "only", *OF_THREADS)) == len(OF_THREADS) + PRODUCTS
-    caught = run(program, "race")
-    assert caught.returncode != 0
-    assert "data race" in caught.stderr, caught.stdout + caught.stderr
+    process = run(program, "race")
+    assert process.returncode != 0
+    assert "data race" in process.stderr, process.stdout + process.stderr
 
 
 @pytest.mark.skipif(not ON_X86, reason="compares with x86")
@@ -126,14 +124,14 @@ def test_neon_gives_the_bits_of_avx2(sanitizer_run):
     emulator = shutil.which("qemu-aarch64-static") or shutil.which("qemu-aarch64")
     if emulator is None or shutil.which(AARCH64["CMAKE_CXX_COMPILER"]) is None:
         pytest.skip("no aarch64 compiler or emulator")
-    here = sanitizer_run[1]
-    if "avx2" not in here:
+    x86 = sanitizer_run[1]
+    if "avx2" not in x86:
         pytest.skip("this CPU has no AVX2 to compare with")
-    there = hashes(emulator, build("none", "aarch64", **AARCH64), "only", "portable", *OF_TYPES)
-    assert there.pop("portable") == here["avx2"]
-    assert len(there) == len(OF_TYPES) + PRODUCTS
-    assert there == {name: here[name] for name in there}
-    assert here["avx2"] != here["portable"], (
+    arm = hashes(emulator, build("none", "aarch64", **AARCH64), "only", "portable", *OF_TYPES)
+    assert arm.pop("portable") == x86["avx2"]
+    assert len(arm) == len(OF_TYPES) + PRODUCTS
+    assert arm == {name: x86[name] for name in arm}
+    assert x86["avx2"] != x86["portable"], (
         "fused and unfused sums cannot agree: the comparison sees nothing"
     )
 

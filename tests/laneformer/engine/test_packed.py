@@ -53,9 +53,11 @@ def hash_sizes(monkeypatch):
 @pytest.fixture
 def loads(monkeypatch):
     """Return, for each load in order, whether it came from the cache."""
-    seen, load = [], PackedWeights.load
-    monkeypatch.setattr(PackedWeights, "load", lambda *args: seen.append(load(*args)) or seen[-1])
-    return seen
+    cached, load = [], PackedWeights.load
+    monkeypatch.setattr(
+        PackedWeights, "load", lambda *args: cached.append(load(*args)) or cached[-1]
+    )
+    return cached
 
 
 def logits_of(folder, **options) -> np.ndarray:
@@ -71,10 +73,10 @@ def only_file(folder):
 def test_a_second_start_maps_what_the_first_packed(folder, loads, hash_sizes):
     # it checks the hashes of every tape and the embedding once, and again if the file was touched
     expected = engine_of(small_model(dtype="bf16")).logits(IDS)
-    compared = []
+    hash_counts = []
     for start in range(6):
         np.testing.assert_array_equal(logits_of(folder), expected)
-        compared.append(len(hash_sizes))
+        hash_counts.append(len(hash_sizes))
         del hash_sizes[:]
         # a touched file must be checked again
         if start == 2:
@@ -82,12 +84,13 @@ def test_a_second_start_maps_what_the_first_packed(folder, loads, hash_sizes):
         if start == 4:
             only_file(folder).with_suffix(".checked").write_text("no list of stamps")
     parts = len(packed.read_header(only_file(folder))[1]["parts"])
-    assert compared[0] > parts, "the weights, too"
-    assert compared[1:] == [parts, 0, parts, 0, parts]
+    assert hash_counts[0] > parts, "the weights, too"
+    assert hash_counts[1:] == [parts, 0, parts, 0, parts]
     assert loads == [False] + [True] * 5
 
 
 def test_what_changes_the_tapes_has_a_file_of_its_own(folder, loads):
+    # tapes are cut for a number of threads, in one type
     plans = [
         {"threads": 1},
         {"threads": 6},
@@ -143,6 +146,7 @@ def test_damage_is_found_and_repaired(folder, loads, damage):
     whole = path.read_bytes()
     path.write_bytes(DAMAGE[damage](whole))
     assert path.read_bytes() != whole
+    # the first engine repairs the file, the second reads it
     for _ in range(2):
         np.testing.assert_array_equal(logits_of(folder), expected)
     assert loads == [False, False, True]
@@ -188,13 +192,13 @@ def test_the_four_plans_used_last_stay(folder, loads):
 def test_weights_are_copied_to_where_they_are_read_fast(folder, monkeypatch, why):
     # from tmpfs, whose pages are small, and per memory node by the threads that read them
     plain = logits_of(folder, threads=3)
-    copied = []
+    copies = []
     copy_parts = _core.Decoder.copy_parts
     monkeypatch.setattr(
-        _core.Decoder, "copy_parts", lambda decoder: copied.append(1) or copy_parts(decoder)
+        _core.Decoder, "copy_parts", lambda decoder: copies.append(1) or copy_parts(decoder)
     )
     np.testing.assert_array_equal(logits_of(folder, threads=3), plain)
-    assert copied == [], "a mapped file of this disk needs no copy"
+    assert copies == [], "a mapped file of this disk needs no copy"
     if why == "nodes":
         two = dataclasses.replace(machine.this_machine(), nodes=2)
         for module in (packed, cpu_decoder):
@@ -206,13 +210,14 @@ def test_weights_are_copied_to_where_they_are_read_fast(folder, monkeypatch, why
         path = only_file(folder)
         path.write_bytes(bytes(path.stat().st_size))  # nothing is read from it any more
         np.testing.assert_array_equal(engine.logits(IDS), plain)
-    assert copied == [1]
+    assert copies == [1]
 
 
 def test_the_file_system_of_a_path(tmp_path):
     (tmp_path / "proc/self").mkdir(parents=True)
     device = tmp_path.stat().st_dev
     name = f"{os.major(device)}:{os.minor(device)}"
+    # in mountinfo the type follows the dash, behind any number of optional fields
     lines = f"25 1 0:99 / / rw - ext4 /dev/vda rw\n36 25 {name} / /x rw shared:1 master:2 - tmpfs tmpfs rw\n"
     (tmp_path / "proc/self/mountinfo").write_text(lines)
     assert machine.file_system(tmp_path, root=tmp_path) == "tmpfs"
@@ -235,7 +240,7 @@ def start(folder, age_s=0.0) -> Path:
     """Start an engine and return its packed file, with the given time of last use."""
     with Engine.from_pretrained(folder, threads=1):
         pass
-    path = next(one.path for one in list_packed() if one.source == folder)
+    path = next(entry.path for entry in list_packed() if entry.source == folder)
     used_s = path.stat().st_mtime - age_s
     os.utime(path, (used_s, used_s))
     return path
@@ -246,13 +251,13 @@ def test_the_files_used_longest_ago_leave_first(models, monkeypatch):
     second.with_suffix(".checked").touch()
     os.utime(second.with_suffix(".checked"), (0, 0))
     size = first.stat().st_size
-    assert [one.path for one in list_packed()] == [second, first]
+    assert [entry.path for entry in list_packed()] == [second, first]
     # room for two of three files
     monkeypatch.setenv(BUDGET, str(2 * size + 1))
     third = start(models[2])
-    assert [one.path for one in list_packed()] == [first, third]
+    assert [entry.path for entry in list_packed()] == [first, third]
     assert not second.with_suffix(".checked").exists()
-    assert sum(one.bytes for one in list_packed()) == 2 * size
+    assert sum(entry.bytes for entry in list_packed()) == 2 * size
 
 
 def test_a_file_that_an_engine_has_mapped_stays(models, monkeypatch):
@@ -262,7 +267,7 @@ def test_a_file_that_an_engine_has_mapped_stays(models, monkeypatch):
         os.utime(first.with_suffix(".checked"), (0, 0))  # whatever it says of its use
         expected = engine.logits([1, 2, 3])
         third = start(models[2])
-        assert {one.path for one in list_packed()} == {first, third}
+        assert {entry.path for entry in list_packed()} == {first, third}
         assert (engine.logits([1, 2, 3]) == expected).all()
     assert not second.exists()
     del engine
@@ -277,8 +282,8 @@ def test_what_has_lost_its_model_is_removed(models):
     foreign = path.parent.parent / "0123456789abcdef" / "0.bin"
     foreign.parent.mkdir()
     foreign.write_bytes(b"12345678901")
-    named = foreign.with_name("1.bin")  # of this layout: nothing says whose
-    shutil.copyfile(path, named)
+    ownerless = foreign.with_name("1.bin")  # of this layout: nothing says whose
+    shutil.copyfile(path, ownerless)
     other = foreign.parent.parent / "cubins" / "0.bin"  # of another cache
     other.parent.mkdir()
     other.write_bytes(b"12345678901")
@@ -295,14 +300,14 @@ def test_what_nobody_can_use_is_removed_of_every_model(models):
     old.write_bytes(b"12345678901")
     for path in (part, young):
         path.write_bytes(b"unfinished")
-    (lost := first.with_name("1.checked")).write_text("")
+    (orphan_mark := first.with_name("1.checked")).write_text("")
     mark.write_text("")
     with young.open("rb") as writing:
         hold(writing)
         second = start(models[1])
     assert sorted(first.parent.iterdir()) == sorted([first, young])
-    assert {one.path for one in list_packed()} == {first, second}
-    assert not lost.exists()
+    assert {entry.path for entry in list_packed()} == {first, second}
+    assert not orphan_mark.exists()
 
 
 def test_a_file_larger_than_the_budget_is_not_kept(models, monkeypatch):

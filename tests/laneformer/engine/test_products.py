@@ -1,7 +1,4 @@
-"""Tests of products with fp32 activations: near float64, and the same bits for a column in any company.
-
-test_matrix_unit.py runs these on emulated tiles where the CPU has none.
-"""
+"""Tests of products with fp32 activations: near float64, and the same bits for a column in any company."""
 
 from __future__ import annotations
 
@@ -11,6 +8,7 @@ import pytest
 from laneformer.engine.cpu import _core
 from tests.laneformer.engine.assets import usable_isas
 
+# test_matrix_unit.py runs these on emulated tiles where the CPU has none.
 ISAS = usable_isas(("portable", "avx2", "avx512", "avx512_bf16", "amx"))
 FEW = 3  # on the matrix unit, more bf16 columns round otherwise
 COLUMNS = (2, FEW, 4, 6, 7, 11, 12, 13, 14, 100, 128)
@@ -18,7 +16,6 @@ MATHS = ("exact", "bf16")
 
 
 def multiply(weights, x, dtype, math, isa) -> np.ndarray:
-    """Return the product (columns, rows)."""
     return _core.multiply(weights, x, dtype, math, isa)[1].reshape(len(x), len(weights))
 
 
@@ -53,6 +50,7 @@ def test_a_column_depends_on_no_other_of_a_block(isa, math):
     weights = in_bf16(rng.standard_normal((72, 1090)))
     x = rng.standard_normal((128, 1090)).astype(np.float32)
     whole = multiply(weights, x, "bf16", math, isa)
+    # a tile, a tile and a column, several tiles, wherever in the batch they begin
     for columns in (FEW + 1, 7, 16, 17, 33, 100):
         for first in (0, 1, 19):
             part = slice(first, first + columns)
@@ -77,8 +75,8 @@ def largest_error(isa, math) -> float:
         weights = in_bf16(rng.uniform(-1, 1, (rows, inputs)))
         for columns in (1, 3, 4, 15, 17, 32, 33, 128):
             x = rng.uniform(-1, 1, (columns, inputs)).astype(np.float32)
-            given = (in_bf16(x) if math == "bf16" else x).astype(np.float64)
-            exact, magnitude = given @ weights.T, np.abs(given) @ np.abs(weights.T)
+            inputs_used = (in_bf16(x) if math == "bf16" else x).astype(np.float64)
+            exact, magnitude = inputs_used @ weights.T, np.abs(inputs_used) @ np.abs(weights.T)
             error = np.abs(multiply(weights, x, "bf16", math, isa) - exact) / magnitude
             worst = max(worst, float(error.max()))
     return worst

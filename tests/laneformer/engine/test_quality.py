@@ -1,7 +1,4 @@
-"""Tests that tools.check.engine at tiny size passes the engine, also beside Transformers, and fails wrong ones.
-
-The tool computes its tolerances from PyTorch's float32 (or bf16) error on the same weights.
-"""
+"""Tests that tools.check.engine at tiny size passes the engine, also beside Transformers, and fails wrong ones."""
 
 from __future__ import annotations
 
@@ -28,6 +25,7 @@ def options(**overrides) -> Options:
     )
 
 
+# The tool computes its tolerances from PyTorch's float32 (or bf16) error on the same weights.
 @pytest.mark.parametrize(
     ("config", "dtype", "faults"),
     [
@@ -99,12 +97,12 @@ def test_one_bit_in_one_run_is_seen(monkeypatch):
 def test_a_folder_from_the_command_line(tmp_path, capsys):
     folder = write_folder(tmp_path, random_model(CONFIG, dtype="bf16"))
     few = ["--prompts", "2", "--new-tokens", "4", "--runs", "2", "--threads", "2"]
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit) as stop:
         check_engine.main([str(folder), *few, "--json"])
     printed = capsys.readouterr()
     report = json.loads(printed.out.splitlines()[-1])
-    assert (ended.value.code, report["ok"], printed.err) == (0, True, "")
-    with pytest.raises(SystemExit) as ended:
+    assert (stop.value.code, report["ok"], printed.err) == (0, True, "")
+    with pytest.raises(SystemExit) as stop:
         check_engine.main(["300n"])
-    assert ended.value.code == 2
+    assert stop.value.code == 2
     assert "neither a folder with config.json nor a flavor" in capsys.readouterr().err

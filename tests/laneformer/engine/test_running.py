@@ -77,6 +77,7 @@ def test_a_cancelled_generation_says_so_and_keeps_its_tokens(engine):
 
 
 def test_a_cancel_without_a_request_does_nothing(engine):
+    # a cancel that comes too late must not end the next request
     engine.cancel()
     stream = engine.stream([3], max_new_tokens=5)
     tokens = list(stream)
@@ -131,7 +132,8 @@ def run_python(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_the_interpreter_ends_while_a_daemon_thread_generates():
-    done = run_python("""
+    # a thread that comes back from the core into an ending interpreter must not abort the process
+    process = run_python("""
         def use():
             while True:
                 try: engine.generate([3], **ENDLESS)
@@ -141,20 +143,21 @@ def test_the_interpreter_ends_while_a_daemon_thread_generates():
             while True: engine.generate([4], max_new_tokens=1)
         except RuntimeError as error: assert "busy" in str(error), error
     """)
-    assert (done.returncode, "terminate" in done.stderr) == (0, False), done.stderr
+    assert (process.returncode, "terminate" in process.stderr) == (0, False), process.stderr
 
 
 def test_the_interpreter_ends_with_an_open_stream():
-    done = run_python("""
+    process = run_python("""
         streams = [engine.stream([3], **ENDLESS), engine.stream([4])]
         next(streams[0])
     """)
-    assert (done.returncode, done.stderr) == (0, "")
+    assert (process.returncode, process.stderr) == (0, "")
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
 def test_a_forked_child_is_told_and_does_not_hang():
-    done = run_python("""
+    # the child has the engine's memory, but none of its threads
+    process = run_python("""
         stream = engine.stream([3], **ENDLESS)
         next(stream)
         child = os.fork()
@@ -172,12 +175,12 @@ def test_a_forked_child_is_told_and_does_not_hang():
         stream.close()
         assert len(engine.generate([3], max_new_tokens=3)) == 3
     """)
-    assert (done.returncode, done.stderr) == (0, "")
+    assert (process.returncode, process.stderr) == (0, "")
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs /proc and RLIMIT_AS")
 def test_a_thread_that_cannot_be_created_is_an_error_and_no_hang():
-    done = run_python("""
+    process = run_python("""
         import resource
         before = len(os.listdir("/proc/self/task"))
         used = 4096 * int(open("/proc/self/statm").read().split()[0])
@@ -191,6 +194,6 @@ def test_a_thread_that_cannot_be_created_is_an_error_and_no_hang():
             assert time.monotonic() < until_s, "threads are left behind"
         assert len(Engine.random(config, threads=3).generate([3], max_new_tokens=3)) == 3
     """)
-    assert done.returncode == 0, done.stderr
-    assert "of 400 cannot be created" in done.stdout
-    assert "ask for fewer threads" in done.stdout
+    assert process.returncode == 0, process.stderr
+    assert "of 400 cannot be created" in process.stdout
+    assert "ask for fewer threads" in process.stdout

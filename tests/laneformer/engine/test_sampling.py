@@ -14,9 +14,9 @@ from tests.laneformer.engine.assets import engine_of, random_ids, small_model
 def reference_logits(logits, prompt, output, options) -> np.ndarray:
     """Apply steps 1 to 4 of GenerationOptions in float64."""
     x = logits.astype(np.float64)
-    seen = np.unique([*prompt, *output]).astype(int)
+    used_ids = np.unique([*prompt, *output]).astype(int)
     penalty = options.repetition_penalty
-    x[seen] = np.where(x[seen] < 0, x[seen] * penalty, x[seen] / penalty)
+    x[used_ids] = np.where(x[used_ids] < 0, x[used_ids] * penalty, x[used_ids] / penalty)
     counts = np.bincount(np.array(output, int), minlength=len(x))
     x -= options.frequency_penalty * counts + options.presence_penalty * (counts > 0)
     for token, bias in options.logit_bias.items():
@@ -47,12 +47,13 @@ def draw(logits, options, prompt=(0,), output=()) -> int:
 
 
 def draw_many(logits, count, **options) -> np.ndarray:
-    drawn = GenerationOptions(**{"temperature": 1.0, "seed": 5, **options})
-    request = make_request(drawn, [0], len(logits))
+    settings = GenerationOptions(**{"temperature": 1.0, "seed": 5, **options})
+    request = make_request(settings, [0], len(logits))
     return np.array([_core.sample(logits, request, [], [], position) for position in range(count)])
 
 
 def test_adjusted_logits_are_numpys():
+    # greedy: a wrong logit shows as another argmax
     rng = np.random.default_rng(0)
     for _ in range(300):
         logits = rng.normal(scale=2, size=40).astype(np.float32)
@@ -130,10 +131,10 @@ def chi_square(logits, expected, **options) -> tuple[float, int]:
     """Return the statistic of draws against these probabilities, and its degrees of freedom."""
     # no token of probability 0 may be drawn
     counts = np.bincount(draw_many(logits, DRAWS, **options), minlength=len(logits))
-    kept = expected > 0
-    assert counts[~kept].sum() == 0, "a token that the filters removed was drawn"
-    wanted = DRAWS * expected[kept]
-    return float(((counts[kept] - wanted) ** 2 / wanted).sum()), int(kept.sum()) - 1
+    possible = expected > 0
+    assert counts[~possible].sum() == 0, "a token that the filters removed was drawn"
+    means = DRAWS * expected[possible]
+    return float(((counts[possible] - means) ** 2 / means).sum()), int(possible.sum()) - 1
 
 
 @pytest.mark.parametrize(
@@ -163,6 +164,7 @@ def test_only_tokens_of_the_definition_are_drawn(vocab):
         "ties": rng.integers(-3, 3, vocab),
         "equal": np.zeros(vocab),
         "outlier": np.r_[rng.normal(size=vocab - 1) * 1e-3, -80.0],
+        # exp underflows for all but one
         "far": np.r_[rng.normal(size=vocab - 1), 300.0],
     }
     for name, values in shapes.items():
@@ -174,10 +176,10 @@ def test_only_tokens_of_the_definition_are_drawn(vocab):
             (30, 0.8, 0.2),
         ):
             options = {"temperature": 0.8, "top_k": top_k, "top_p": top_p, "min_p": min_p}
-            kept = set(np.flatnonzero(probabilities(logits, **options)).tolist())
-            drawn = set(draw_many(logits, 60, **options).tolist())
-            assert drawn <= kept, (name, options)
-            assert len(kept) > 1 or drawn == kept
+            possible = set(np.flatnonzero(probabilities(logits, **options)).tolist())
+            tokens = set(draw_many(logits, 60, **options).tolist())
+            assert tokens <= possible, (name, options)
+            assert len(possible) > 1 or tokens == possible
 
 
 def test_temperatures_whose_inverse_overflows_and_top_k_one_are_greedy():

@@ -37,9 +37,9 @@ def files(directory) -> list[Path]:
     return sorted(directory.glob("*.kv"))
 
 
-def until(true: Callable[[], Any]):
+def until(condition: Callable[[], Any]):
     end_s = time.monotonic() + 60
-    while not true():
+    while not condition():
         assert time.monotonic() < end_s, "it has not come"
         time.sleep(0.01)
 
@@ -56,7 +56,6 @@ def talk(model):
 
 @pytest.fixture
 def saves(model, talk, tmp_path):
-    """Return the directory that one conversation has left."""
     with engine_of(model, threads=1, cache_dir=tmp_path / "kept") as engine:
         answer(engine, talk)
     assert len(files(tmp_path / "kept")) == 1
@@ -117,8 +116,8 @@ def test_a_file_of_another_model_under_an_own_name_is_refused(model, talk, saves
         expected = answer(engine, talk)
     assert not caplog.records
     # a foreign file under the name that this model's own file has
-    own = next(file for file in files(saves) if file != path)
-    shutil.copy(path, own)
+    own_path = next(file for file in files(saves) if file != path)
+    shutil.copy(path, own_path)
     with engine_of(other, threads=1, cache_dir=saves) as engine:
         assert answer(engine, talk) == expected
     assert "of another model" in caplog.text
@@ -148,7 +147,7 @@ KILLED = """
         pieces.append(took_s)
         if len(pieces) == 7:
             os.kill(os.getpid(), signal.SIGKILL)
-    saved.SavedPrefixes._yield = kill_at_the_seventh
+    saved.SavedPrefixes._give_way = kill_at_the_seventh
     with Engine.random(config, cache_dir=sys.argv[1]) as engine:
         engine.generate([i % 500 for i in range(400)], max_new_tokens=3)
 """
@@ -192,24 +191,24 @@ def test_idle_time_saves_what_has_grown(model, talk, tmp_path):
         prefixes(engine).idle_s = 0.05
         first = answer(engine, talk)[0]
         until(lambda: files(tmp_path))
-        before = files(tmp_path)
+        first_files = files(tmp_path)
         talk = talk + first + random_ids(model.config, 100, seed=5)
         answer(engine, talk)
         # the longer one contains it
-        until(lambda: files(tmp_path) != before and len(files(tmp_path)) == 1)
+        until(lambda: files(tmp_path) != first_files and len(files(tmp_path)) == 1)
         counts = prefixes(engine).counts
         assert (counts["files"], counts["bytes"]) == (1, files(tmp_path)[0].stat().st_size)
 
 
 def test_a_request_stops_what_is_saved_while_idle(model, talk, tmp_path, monkeypatch):
-    saving, running, go_on = threading.Event(), threading.Event(), SavedPrefixes._yield
+    saving, running, go_on = threading.Event(), threading.Event(), SavedPrefixes._give_way
 
-    def wait_for_a_request(self, what, took_s):
+    def wait_for_a_request(self, kind, took_s):
         saving.set()
         assert running.wait(60)
-        go_on(self, what, took_s)
+        go_on(self, kind, took_s)
 
-    monkeypatch.setattr(SavedPrefixes, "_yield", wait_for_a_request)
+    monkeypatch.setattr(SavedPrefixes, "_give_way", wait_for_a_request)
     with engine_of(model, cache_dir=tmp_path) as engine:
         prefixes(engine).idle_s = 0.05
         answer(engine, talk)
@@ -234,8 +233,10 @@ def test_a_full_disk_is_told_once_and_requests_go_on(model, talk, tmp_path, capl
         for i in range(3):
             prompt = random_ids(model.config, 300, seed=10 + i)
             assert answer(engine, prompt) == answer(fresh, prompt)
+            # every prompt is tried, and the user is told once
             until(lambda i=i: len(tries) > i)
         until(lambda: caplog.records)
+        # with room again the earlier three are saved as well
         monkeypatch.undo()
         answer(engine, talk)
         until(lambda: len(files(tmp_path)) == 4)

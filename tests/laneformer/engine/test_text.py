@@ -29,9 +29,9 @@ def cut(text, stops) -> str:
     """Return the text before the stop string that is complete first; of two, before the longer one."""
     # by brute force: the first end at which any stop string is complete
     for end in range(1, len(text) + 1):
-        ended = [len(stop) for stop in stops if text[:end].endswith(stop)]
-        if ended:
-            return text[: end - max(ended)]
+        lengths = [len(stop) for stop in stops if text[:end].endswith(stop)]
+        if lengths:
+            return text[: end - max(lengths)]
     return text
 
 
@@ -40,20 +40,21 @@ abc = st.text("abc", min_size=1, max_size=4)
 
 @given(pieces=st.lists(abc, max_size=8), stops=st.lists(abc, max_size=3))
 def test_stop_strings_cut_at_the_first_one_however_the_text_is_cut(pieces, stops):
-    watcher, shown, expected = StopStrings(stops), "", cut("".join(pieces), stops)
+    watcher, output, expected = StopStrings(stops), "", cut("".join(pieces), stops)
     for piece in pieces:
-        shown += watcher.push(piece)
-        assert expected.startswith(shown), (
+        output += watcher.push(piece)
+        assert expected.startswith(output), (
             "text that belongs to a stop string, or comes after it, was shown"
         )
         if watcher.found:
             break
-    assert shown + watcher.finish() == expected
+    assert output + watcher.finish() == expected
     assert (watcher.found is not None) == (expected != "".join(pieces))
 
 
 def test_text_is_held_back_no_longer_than_it_may_begin_a_stop_string():
     watcher = StopStrings(["</end>", "\n\n"])
+    # "</e" may begin the first stop string and a line break the second, until "x" and "b" come
     assert [watcher.push(piece) for piece in ("a<", "/e", "x", "\n", "b")] == [
         "a",
         "",
@@ -170,6 +171,7 @@ def test_ctrl_c_ends_every_call_soon(slow_engine):
         lambda: slow_engine.logprobs(ids),
     )
     for call in calls:
+        # CPU seconds; to its end each call would take many times that
         assert interrupt(slow_engine, call) < 3.0
         assert slow_engine.generate([3], max_new_tokens=4) == expected
 
@@ -194,6 +196,6 @@ def test_bytes_that_form_no_character_appear_at_the_end_and_are_not_held_back_fo
     stream = TextStream(tokenizer, [])
     assert (stream.push(half), stream.finish()) == ("", "\ufffd")
     stream = TextStream(tokenizer, [])
-    shown = "".join(stream.push(half) for _ in range(50))
-    assert len(shown) >= 40
-    assert len(shown + stream.finish()) == 50
+    output = "".join(stream.push(half) for _ in range(50))
+    assert len(output) >= 40
+    assert len(output + stream.finish()) == 50

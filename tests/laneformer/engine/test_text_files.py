@@ -16,14 +16,14 @@ PLAIN = {"bos_token": "<begin>", "eos_token": "<end>"}
 
 
 def token(content: str, **properties: bool) -> dict[str, Any]:
-    usual = {
+    defaults = {
         "lstrip": False,
         "rstrip": False,
         "normalized": False,
         "single_word": False,
         "special": False,
     }
-    return {"content": content, **usual, **properties}
+    return {"content": content, **defaults, **properties}
 
 
 CASES = {

@@ -22,7 +22,7 @@ def checkpoint(shared, model):
 
 
 @pytest.fixture(scope="session")
-def exported(shared, checkpoint):
+def export_folder(shared, checkpoint):
     """Return the folder and what `export` reported."""
 
     def make(folder):

@@ -31,11 +31,11 @@ from torch.nn.functional import pad  # noqa: E402
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer  # noqa: E402
 
 LOAD = {"trust_remote_code": True, "dtype": torch.float32}
-asked = torch.load(questions_path)
+questions = torch.load(questions_path)
 
 
 def ask_model(path: str) -> dict:
-    ids = asked["ids"]
+    ids = questions["ids"]
     model = AutoModelForCausalLM.from_pretrained(path, **LOAD).eval()
     base = AutoModel.from_pretrained(path, **LOAD).eval()
     config = AutoConfig.from_pretrained(path, trust_remote_code=True)
@@ -48,7 +48,7 @@ def ask_model(path: str) -> dict:
         "hidden": base(ids).last_hidden_state,
         "padded_logits": padded.logits[:, 5:],
         "saved_logits": saved(ids).logits,
-        "config": {name: getattr(config, name) for name in asked["config"]},
+        "config": {name: getattr(config, name) for name in questions["config"]},
         "dtype": AutoModel.from_pretrained(path, trust_remote_code=True, dtype="auto").dtype,
         **generate(path, model),
     }
@@ -56,12 +56,12 @@ def ask_model(path: str) -> dict:
 
 def generate(path: str, model: torch.nn.Module) -> dict:
     """Return greedy tokens up to `</s>` for several prompts, alone and in one left-padded batch."""
-    tokenizer, prompts = AutoTokenizer.from_pretrained(path), asked["prompts"]
+    tokenizer, prompts = AutoTokenizer.from_pretrained(path), questions["prompts"]
 
     def greedy(rows, **options):
         batch = tokenizer.pad({"input_ids": rows}, return_tensors="pt")
         out = model.generate(
-            **batch, max_new_tokens=asked["new_tokens"], do_sample=False, **options
+            **batch, max_new_tokens=questions["new_tokens"], do_sample=False, **options
         )
         rows = [row[batch["input_ids"].shape[1] :].tolist() for row in out]
         return [row[: row.index(2) + 1] if 2 in row else row for row in rows]
@@ -77,9 +77,9 @@ def generate(path: str, model: torch.nn.Module) -> dict:
 def ask_tokenizer(path: str) -> dict:
     """Return the tokenizer's special ids, texts' ids and decoding, and conversations' ids and trained masks."""
     tokenizer = AutoTokenizer.from_pretrained(path)
-    ids = [tokenizer(text)["input_ids"] for text in asked["texts"]]
+    ids = [tokenizer(text)["input_ids"] for text in questions["texts"]]
     options = {"return_dict": True, "return_assistant_tokens_mask": True}
-    chats = [tokenizer.apply_chat_template(messages, **options) for messages in asked["chats"]]
+    chats = [tokenizer.apply_chat_template(messages, **options) for messages in questions["chats"]]
     names = ("unk_token_id", "bos_token_id", "eos_token_id", "pad_token_id")
     return {
         "ids": ids,
@@ -91,7 +91,7 @@ def ask_tokenizer(path: str) -> dict:
 
 with torch.no_grad():
     answers = {path: {**ask_model(path), **ask_tokenizer(path)} for path in folders}
-for each in answers.values():
-    each["transformers"] = transformers.__version__
-    each["ours"] = [name for name in sys.modules if name.split(".")[0] == "laneformer"]
+for answer in answers.values():
+    answer["transformers"] = transformers.__version__
+    answer["ours"] = [name for name in sys.modules if name.split(".")[0] == "laneformer"]
 torch.save(answers, answers_path)

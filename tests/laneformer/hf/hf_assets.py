@@ -49,7 +49,6 @@ def sentencepiece_model(add_dummy_prefix: bool = True, **overrides) -> bytes:
 
 
 def small_config(**overrides) -> LaneformerConfig:
-    """Return a configuration for random models."""
     # a wide initialisation makes attention and greedy choices depend on the text
     values = {
         "vocab_size": VOCAB_SIZE,
@@ -66,6 +65,7 @@ def random_model(seed=0, **overrides) -> Laneformer:
     with torch.no_grad():
         for name, p in model.named_parameters():
             if name.endswith("norm.weight"):
+                # scales of 1, as initialized, would hide one that is lost
                 p.add_(
                     0.2 * torch.randn(p.shape, generator=torch.Generator().manual_seed(len(name)))
                 )

@@ -85,13 +85,17 @@ def greedy(model, prompt) -> list[int]:
 
 
 @pytest.fixture(scope="module")
-def models(model, exported, tmp_path_factory):
-    """Return models with their folders."""
+def models(model, export_folder, tmp_path_factory):
     # converted: a tied head, which 4.57 would tie in another shape; late upper layers and the flush
-    how = {"tie_word_embeddings": True, "broadcast_delay": 1, "first_late_layer": 3, "flush": True}
-    converted, root = random_model(**how), tmp_path_factory.mktemp("converted")
+    overrides = {
+        "tie_word_embeddings": True,
+        "broadcast_delay": 1,
+        "first_late_layer": 3,
+        "flush": True,
+    }
+    converted, root = random_model(**overrides), tmp_path_factory.mktemp("converted")
     export(write_run(root / "run", converted), root / "hf", "float32")
-    return {"trained": (model, exported[0]), "converted": (converted, root / "hf")}
+    return {"trained": (model, export_folder[0]), "converted": (converted, root / "hf")}
 
 
 @pytest.fixture(
@@ -139,8 +143,8 @@ def answers(
     }
     # an empty cache and no downloads
     env |= {"HF_HOME": str(elsewhere / "hf_home"), "HF_HUB_OFFLINE": "1", "HOME": str(elsewhere)}
-    done = subprocess.run(command, cwd=elsewhere, env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-4000:]
+    process = subprocess.run(command, cwd=elsewhere, env=env, capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr[-4000:]
     by_folder = torch.load(elsewhere / "answers.pt")
     for answer in by_folder.values():
         assert answer["transformers"].startswith(version)
@@ -162,17 +166,17 @@ def test_a_fresh_process_computes_what_the_training_model_does(answers, models, 
         assert answer[way] == tokens, way
 
 
-def test_fresh_process_tokenizer_is_sentencepiece(answers, exported):
+def test_fresh_process_tokenizer_is_sentencepiece(answers, export_folder):
     answer, sp = answers["trained"], SentencePieceProcessor(model_proto=sentencepiece_model())
     assert answer["ids"] == [[1, *sp.encode(text)] for text in TEXTS]
     assert answer["decoded"] == TEXTS
     assert answer["special_ids"] == [0, 1, 2, 0]
     for messages, (ids, mask) in zip(CHATS, answer["chats"], strict=True):
-        assert encode_chat(exported[0], messages) == (ids, mask)
+        assert encode_chat(export_folder[0], messages) == (ids, mask)
 
 
-def test_report_and_files(exported, model):
-    out, report = exported
+def test_report_and_files(export_folder, model):
+    out, report = export_folder
     assert report["hf_max_logit_diff"] <= FLOAT32_TOLERANCE
     assert report["parameters"] == model.config.parameter_count()["total"]
     assert (report["step"], report["dtype"], report["out"]) == (30, "float32", str(out))
@@ -207,14 +211,14 @@ def test_report_and_files(exported, model):
     assert "from .." not in "".join(path.read_text() for path in out.glob("*.py"))
 
 
-def test_verification_notices_one_wrong_lane(exported, checkpoint, model):
+def test_verification_notices_one_wrong_lane(export_folder, checkpoint, model):
     weights = load_weights(checkpoint, model.config)
     assert all(torch.equal(weights[name], weight) for name, weight in model.state_dict().items())
     name = "layers.5.feed_forward.w2.weight"
     # exchange two lanes
     weights[name] = weights[name][[1, 0, 2, 3]]
     with pytest.raises(ValueError, match="differ from the training model's"):
-        verify(exported[0], model.config, weights)
+        verify(export_folder[0], model.config, weights)
 
 
 def test_incomplete_checkpoints_are_refused(tmp_path, checkpoint, model):

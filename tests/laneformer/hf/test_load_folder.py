@@ -33,17 +33,17 @@ def test_import_and_export_give_the_same_bits(tmp_path, checkpoint, model, dtype
             assert file.read_bytes() == (tmp_path / "again" / file.name).read_bytes(), file.name
 
 
-def test_import_refuses_what_is_not_a_laneformer(tmp_path, exported):
+def test_import_refuses_what_is_not_a_laneformer(tmp_path, export_folder):
     hf = tmp_path / "hf"
     hf.mkdir()
-    config = json.loads((exported[0] / "config.json").read_text())
+    config = json.loads((export_folder[0] / "config.json").read_text())
     (hf / "config.json").write_text(json.dumps({**config, "model_type": "llama"}))
     with pytest.raises(ValueError, match="model_type is 'llama', not 'laneformer'"):
         import_folder(hf, tmp_path / "run")
     (hf / "config.json").write_text(json.dumps({**config, "vocab_size": 2048}))
     with pytest.raises(ValueError, match=r"holds no model\*.safetensors"):
         import_folder(hf, tmp_path / "run")
-    (hf / "model.safetensors").symlink_to(exported[0] / "model.safetensors")
+    (hf / "model.safetensors").symlink_to(export_folder[0] / "model.safetensors")
     with pytest.raises(
         ValueError,
         match=r"tok_embeddings.weight has shape \(1024, 128\), the config says \(2048, 128\)",
@@ -58,4 +58,5 @@ def test_import_refuses_what_is_not_a_laneformer(tmp_path, exported):
     (hf / "model.safetensors.index.json").write_text("{}")
     with pytest.raises(ValueError, match=r"index.json is no index with a weight_map: KeyError"):
         import_folder(hf, tmp_path / "run")
+    # no refusal leaves a run half-written
     assert not (tmp_path / "run").exists()

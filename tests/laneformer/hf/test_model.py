@@ -52,8 +52,8 @@ def test_logits_are_the_plain_models(ids, overrides):
 def test_embeddings_and_chosen_positions(model, plain, ids):
     expected = model(ids).logits
     assert torch.equal(model(inputs_embeds=plain.tok_embeddings(ids)).logits, expected)
-    for kept, positions in ((1, [-1]), (3, [-3, -2, -1]), (torch.tensor([3, 5]), [3, 5])):
-        logits = model(ids, logits_to_keep=kept).logits
+    for count, positions in ((1, [-1]), (3, [-3, -2, -1]), (torch.tensor([3, 5]), [3, 5])):
+        logits = model(ids, logits_to_keep=count).logits
         assert (logits - expected[:, positions]).abs().max() <= FLOAT32_TOLERANCE
     assert isinstance(model(ids, return_dict=False), tuple)
     with pytest.raises(ValueError, match="exactly one of input_ids and inputs_embeds"):
@@ -68,6 +68,7 @@ def test_loss(model, plain, ids):
             plain(ids)[:, 4:-1].flatten(0, 1), ids[:, 5:].flatten()
         )
         assert model(ids, labels=labels).loss == pytest.approx(float(expected), rel=1e-5)
+        # with gradient accumulation the Trainer divides by the tokens of all micro-batches
         summed = model(ids, labels=labels, num_items_in_batch=7).loss
         assert summed == pytest.approx(float(expected) * labels[:, 5:].numel() / 7, rel=1e-5)
 
@@ -107,17 +108,17 @@ def test_rope_by_kind_of_layer_survives_the_folder(tmp_path, ids, kind):
         "layers": kind,
     }
     reference = random_model(rope_scaling=scaling, window_rope_theta=500.0, nope_layers=(4,))
-    own = reference.config
+    config = reference.config
     wrap(reference).save_pretrained(tmp_path)
     loaded = LaneformerForCausalLM.from_pretrained(tmp_path).eval().double()
-    assert loaded.config.to_lanes() == own
-    assert loaded.config.to_lanes().ropes == own.ropes
+    assert loaded.config.to_lanes() == config
+    assert loaded.config.to_lanes().ropes == config.ropes
     with torch.no_grad():
         expected = reference.double()(ids)
         assert (loaded(ids).logits - expected).abs().max() < FLOAT64_TOLERANCE
         cache, steps = None, []
-        for at in range(ids.shape[1]):
-            out = loaded(ids[:, at : at + 1], past_key_values=cache, use_cache=True)
+        for position in range(ids.shape[1]):
+            out = loaded(ids[:, position : position + 1], past_key_values=cache, use_cache=True)
             cache, steps = out.past_key_values, [*steps, out.logits]
         assert (torch.cat(steps, 1) - expected).abs().max() < FLOAT64_TOLERANCE
 

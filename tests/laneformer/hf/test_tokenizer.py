@@ -36,6 +36,7 @@ def test_same_ids_and_text_as_sentencepiece(tmp_path, add_dummy_prefix):
         if not any(special in text for special in SPECIAL_TEXTS)
     ]
     assert len(texts) > 20
+    # every run of up to four of these: whitespace is where tokenizers part
     spaces = ["".join(run) for n in range(5) for run in itertools.product(" \t\na", repeat=n)]
     for text in texts + PROBES + spaces + [" " * n + "x" for n in range(70)]:
         ids = tokenizer.encode(text).ids

@@ -26,7 +26,7 @@ NAMES = {
 }
 
 
-def exported(folder, special, pattern=None, **config) -> PreTrainedTokenizerFast:
+def export_tokenizer(folder, special, pattern=None, **config) -> PreTrainedTokenizerFast:
     path = save(
         byte_level(stdlib_sources()[:10], special, **(pattern or {})), folder / "given", **config
     )
@@ -35,15 +35,20 @@ def exported(folder, special, pattern=None, **config) -> PreTrainedTokenizerFast
 
 
 def test_ids_are_those_of_the_data_behind_the_token_that_begins_a_document(tmp_path):
-    made = exported(tmp_path, ["<begin>", "<end>", "<pad>"], **NAMES)
+    tokenizer = export_tokenizer(tmp_path, ["<begin>", "<end>", "<pad>"], **NAMES)
     plain = Tokenizer.from_file(str(tmp_path / "given/tokenizer.json"))
     plain.no_truncation()
     for text in TEXTS:
-        ids = made(text)["input_ids"]
+        ids = tokenizer(text)["input_ids"]
         # 600 pieces come first, then the special tokens
         assert ids == [600, *plain.encode(text, add_special_tokens=False).ids]
-        assert made.decode(ids, skip_special_tokens=True) == text
-    assert (made.bos_token_id, made.eos_token_id, made.pad_token_id, made.model_max_length) == (
+        assert tokenizer.decode(ids, skip_special_tokens=True) == text
+    assert (
+        tokenizer.bos_token_id,
+        tokenizer.eos_token_id,
+        tokenizer.pad_token_id,
+        tokenizer.model_max_length,
+    ) == (
         600,
         601,
         602,
@@ -52,12 +57,12 @@ def test_ids_are_those_of_the_data_behind_the_token_that_begins_a_document(tmp_p
 
 
 def test_one_separator_is_begin_and_end(tmp_path):
-    made = exported(
+    tokenizer = export_tokenizer(
         tmp_path, ["<|endoftext|>"], eos_token="<|endoftext|>", pad_token="<|endoftext|>"
     )
-    assert (made.bos_token_id, made.eos_token_id) == (600, 600)
-    assert made.pad_token_id is None, "with the end as padding, its loss would be masked away"
-    assert made("a")["input_ids"][0] == 600
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_id) == (600, 600)
+    assert tokenizer.pad_token_id is None, "with the end as padding, its loss would be masked away"
+    assert tokenizer("a")["input_ids"][0] == 600
 
 
 def test_without_names_it_is_refused(tmp_path):
@@ -84,9 +89,11 @@ def test_other_ids_of_a_sentencepiece_model(tmp_path):
     )
     sp = SentencePieceProcessor(model_file=str(tmp_path / "tokenizer.model"))
     write_tokenizer(tmp_path / "tokenizer.model", tmp_path, 512)
-    made = PreTrainedTokenizerFast.from_pretrained(tmp_path)
-    assert [made(text)["input_ids"] for text in TEXTS] == [[1, *sp.encode(text)] for text in TEXTS]
-    assert (made.bos_token_id, made.eos_token_id, made.pad_token_id) == (1, 1, 2)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    assert [tokenizer(text)["input_ids"] for text in TEXTS] == [
+        [1, *sp.encode(text)] for text in TEXTS
+    ]
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id) == (1, 1, 2)
 
 
 @pytest.mark.parametrize(
@@ -99,13 +106,13 @@ def test_other_ids_of_a_sentencepiece_model(tmp_path):
     ],
 )
 def test_conversations_are_those_of_the_template(tmp_path, headers, pattern):
-    made = exported(tmp_path, ["<begin>", "<end>", *headers], pattern, **NAMES)
-    said = ["Hi, (you)", "1 or 2?\n\n- yes", "東 ", "\té\n\n\n1"]
+    tokenizer = export_tokenizer(tmp_path, ["<begin>", "<end>", *headers], pattern, **NAMES)
+    texts = ["Hi, (you)", "1 or 2?\n\n- yes", "東 ", "\té\n\n\n1"]
     messages = [
-        {"role": ("user", "assistant")[n % 2], "content": text} for n, text in enumerate(said)
+        {"role": ("user", "assistant")[n % 2], "content": text} for n, text in enumerate(texts)
     ]
     for count in (1, 2, 3, 4):
-        theirs = made.apply_chat_template(
+        theirs = tokenizer.apply_chat_template(
             messages[:count], return_dict=True, return_assistant_tokens_mask=True
         )
         assert encode_chat(tmp_path, messages[:count]) == (

@@ -1,7 +1,4 @@
-"""Tiny folders of every family, written by Transformers' classes, and their logits by every reader.
-
-Transformers is imported where it is used, so that collection does not need it.
-"""
+"""Tiny folders of every family, written by Transformers' classes, and their logits by every reader."""
 
 from __future__ import annotations
 
@@ -188,8 +185,8 @@ CASES = {
 }
 
 
+# Transformers is imported where it is used, so that collection does not need it.
 def write_folder(case: Case, folder: Path) -> Path:
-    """Write a folder of random weights."""
     # their size is such that every module and every position matters
     import transformers
 
@@ -206,7 +203,6 @@ def write_folder(case: Case, folder: Path) -> Path:
 
 
 def reference(folder: Path) -> transformers.PreTrainedModel:
-    """Load the folder in Transformers in float32."""
     # a model in 16 bits would round its rotary table, too
     import transformers
 
@@ -243,7 +239,6 @@ def engine_logits(path: Path, ids: list[int] = IDS, **options: Any) -> np.ndarra
 def change_tensors(
     folder: Path, to: Path, change: Callable[[dict[str, torch.Tensor]], object]
 ) -> Path:
-    """Copy the folder with other tensors."""
     from safetensors.torch import load_file, save_file
 
     weights = load_file(folder / "model.safetensors")
@@ -253,11 +248,11 @@ def change_tensors(
     return to
 
 
-def relative_error(found: np.ndarray, expected: np.ndarray) -> float:
+def relative_error(logits: np.ndarray, expected: np.ndarray) -> float:
     """Return the largest distance of a position's logits, relative to the spread of the expected ones."""
     spread = expected - expected.mean(-1, keepdims=True)
     return float(
-        (np.linalg.norm(found - expected, axis=-1) / np.linalg.norm(spread, axis=-1)).max()
+        (np.linalg.norm(logits - expected, axis=-1) / np.linalg.norm(spread, axis=-1)).max()
     )
 
 

@@ -73,13 +73,13 @@ BLOCKS: dict[str, tuple[int, int, dict[int, float]]] = {
 
 
 def random_blocks(kind: str, rows: int, inputs: int, seed: int = 0) -> np.ndarray:
-    """Return random blocks (rows, bytes per row) of weights with a deviation of about 1 / sqrt(inputs)."""
+    """Return (rows, bytes per row) of weights with a deviation of about 1 / sqrt(inputs)."""
     count, size, halves = BLOCKS[kind]
     rng = np.random.default_rng([seed, rows, inputs])
     blocks = rng.integers(0, 256, (rows, inputs // count, size), np.uint8)
-    for at, scale in halves.items():
-        drawn = rng.uniform(0.7, 1.3, (*blocks.shape[:2], 1)) * scale / inputs**0.5
-        blocks[:, :, at : at + 2] = drawn.astype(np.float16).view(np.uint8)
+    for offset, scale in halves.items():
+        values = rng.uniform(0.7, 1.3, (*blocks.shape[:2], 1)) * scale / inputs**0.5
+        blocks[:, :, offset : offset + 2] = values.astype(np.float16).view(np.uint8)
     # the first byte is the scale's exponent, biased by 127
     if kind == "MXFP4":
         blocks[:, :, 0] = 126 - int(np.log2(inputs) / 2) - rng.integers(0, 3, blocks.shape[:2])
@@ -87,7 +87,6 @@ def random_blocks(kind: str, rows: int, inputs: int, seed: int = 0) -> np.ndarra
 
 
 def random_llama(architecture: str, **overrides: Any) -> Any:
-    """Return a Transformers model in float32 with random biases and norms."""
     import transformers
 
     torch.manual_seed(0)
@@ -128,16 +127,16 @@ def write_gguf(
     c = model.config
     architecture = {"olmo3": "olmo2"}.get(architecture, architecture)
     writer = GGUFWriter(path, architecture, split_max_tensors=part_tensors)
-    own, added = own_fields(architecture, c)
+    fields_of_model, more_tensors = own_fields(architecture, c)
     # later ones replace earlier ones
-    for name, value in {**own, **plain_fields(), **(fields or {})}.items():
+    for name, value in {**fields_of_model, **plain_fields(), **(fields or {})}.items():
         if value is not None:
             # the package takes every integer for one of 32 bits
             large = isinstance(value, int) and value >= 2**31
             of = GGUFValueType.UINT64 if large else GGUFValueType.get_type(value)
             writer.add_key_value(name, value, of)
     heads = {"q_proj": c.num_attention_heads, "k_proj": c.num_key_value_heads}
-    for name, value in {**split_fused(model.state_dict()), **added, **(extra or {})}.items():
+    for name, value in {**split_fused(model.state_dict()), **more_tensors, **(extra or {})}.items():
         # a tied head is not stored twice
         if name == "lm_head.weight" and c.tie_word_embeddings:
             continue
@@ -154,7 +153,7 @@ def write_gguf(
         type_of = kind if isinstance(kind, str) else kind(gguf_name(name, architecture))
         shape = int(np.prod(array.shape[:-1])), array.shape[-1]  # of experts one after the other
         # the gguf package cannot write these types, so their weights are random
-        drawn = type_of in BLOCKS and type_of not in (
+        is_random = type_of in BLOCKS and type_of not in (
             "Q4_0",
             "Q4_1",
             "Q5_0",
@@ -164,7 +163,7 @@ def write_gguf(
         )
         data = (
             random_blocks(type_of, *shape)
-            if drawn
+            if is_random
             else quantize(array, GGMLQuantizationType[type_of])
         )
         data = data.reshape(*array.shape[:-1], -1)
@@ -180,7 +179,7 @@ def write_gguf(
 
 def split_fused(state: dict[str, Any]) -> dict[str, Any]:
     """Separate the experts' gate and up projections, as checkpoints have them."""
-    found: dict[str, Any] = {}
+    tensors: dict[str, Any] = {}
     of_gpt_oss = any("router" in name for name in state)
     for name, value in state.items():
         stem, _, part = name.rpartition(".experts.") if ".experts." in name else (name, "", "")
@@ -189,23 +188,23 @@ def split_fused(state: dict[str, Any]) -> dict[str, Any]:
             kind = "bias" if part.endswith("_bias") else "weight"
             value = value.swapaxes(-1, -2) if part and kind == "weight" else value
             if part.startswith("gate_up_proj"):
-                for i, own in enumerate(("gate_proj", "up_proj")):
-                    found[f"{stem}.experts.{own}.{kind}"] = value[:, i::2]
+                for i, projection in enumerate(("gate_proj", "up_proj")):
+                    tensors[f"{stem}.experts.{projection}.{kind}"] = value[:, i::2]
             else:
-                found[f"{stem}.experts.down_proj.{kind}" if part else name] = value
+                tensors[f"{stem}.experts.down_proj.{kind}" if part else name] = value
         elif part == "gate_up_proj":
             gate, up = value.chunk(2, 1)
-            found |= {
+            tensors |= {
                 f"{stem}.experts.gate_proj.weight": gate,
                 f"{stem}.experts.up_proj.weight": up,
             }
         else:
-            found[f"{name}.weight" if part == "down_proj" else name] = value
-    return found
+            tensors[f"{name}.weight" if part == "down_proj" else name] = value
+    return tensors
 
 
 def own_fields(architecture: str, c: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the fields that llama.cpp's converter writes for this model, and the tensors that it adds."""
+    """Return the converter's fields of this model, and the tensors that it adds."""
     rope = c.rope_parameters.get("full_attention") or c.rope_parameters
     head_dim, kind = (
         getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads,
@@ -282,7 +281,7 @@ def byte_level(
     ignore_merges: bool = False,
     texts: Sequence[str] = PIECES,
 ) -> Tokenizer:
-    """Return a byte-level BPE of at most 320 pieces with two control tokens and an added word."""
+    """Return a BPE of at most 320 pieces with two control tokens and an added word."""
     # pieces are trained on whole lines, so another way to split a text gives other ids
     tokenizer = Tokenizer(BPE(ignore_merges=ignore_merges))
     tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False, use_regex=False)
@@ -299,7 +298,7 @@ def byte_level(
 
 
 def tokenizer_fields(tokenizer: Tokenizer, pre: str) -> dict[str, Any]:
-    """Return a byte-level tokenizer's fields as the converter writes them."""
+    """Return the converter's fields of a byte-level tokenizer."""
     pieces = [tokenizer.id_to_token(i) or f"[PAD{i}]" for i in range(SHAPE["vocab_size"])]
     template = "{% for m in messages %}{{ bos_token + m.content + eos_token }}{% endfor %}"
     fields = {

@@ -43,6 +43,7 @@ def values_of(family: str, **values: Any) -> dict[str, Any]:
 
 
 def test_defaults_are_those_of_the_first_llama():
+    # the first Llama's config.json had no keys for these
     config = config_of_llama(LLAMA, 2)
     assert (config.num_key_value_heads, config.head_dim) == (4, 16)
     assert (config.rope_theta, config.norm_eps) == (10000.0, 1e-6)
@@ -67,15 +68,15 @@ def sizes(heads: int, kv_heads: int | None, width: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("of", "lanes"),
+    ("values", "lanes"),
     [
         (sizes(32, 8, 8192), {8: 8, 16: 8, 6: 2, 5: 1}),
         (sizes(9, 3, 1536), {2: 1, 3: 3}),
         (sizes(32, None, 11008), {4: 4}),
     ],
 )
-def test_lanes_share_the_threads_evenly(of, lanes):
-    assert {threads: lanes_for(of, threads) for threads in lanes} == lanes
+def test_lanes_share_the_threads_evenly(values, lanes):
+    assert {threads: lanes_for(values, threads) for threads in lanes} == lanes
 
 
 @pytest.mark.parametrize(
@@ -262,6 +263,7 @@ WRONG_TENSORS: list[tuple[dict[str, Any], dict[str, tuple[int, ...]], str]] = [
 
 def test_wrong_tensors_are_named():
     tensors = tensors_of(LLAMA)
+    # old checkpoints have it, though rope_theta says the same
     harmless = {
         "model.layers.0.self_attn.rotary_emb.inv_freq": Tensor("fp32", np.zeros(8, np.float32))
     }

@@ -58,23 +58,23 @@ def blocks(gpt_oss, tmp_path_factory):
     wide = dict(stored)
     for name in [name for name in stored if name.endswith(("gate_up_proj", "down_proj"))]:
         rows = np.ascontiguousarray(stored.pop(name).float().swapaxes(1, 2).numpy())
-        held = quantize(rows, MXFP4).reshape(*rows.shape[:2], -1, 17)
-        meant = dequantize(held.reshape(*rows.shape[:2], -1), MXFP4)
-        nibbles = np.concatenate((held[..., 1:] & 15, held[..., 1:] >> 4), -1)
+        packed_rows = quantize(rows, MXFP4).reshape(*rows.shape[:2], -1, 17)
+        values = dequantize(packed_rows.reshape(*rows.shape[:2], -1), MXFP4)
+        nibbles = np.concatenate((packed_rows[..., 1:] & 15, packed_rows[..., 1:] >> 4), -1)
         stored[f"{name}_blocks"] = torch.from_numpy(nibbles[..., 0::2] | nibbles[..., 1::2] << 4)
-        stored[f"{name}_scales"] = torch.from_numpy(np.ascontiguousarray(held[..., 0]))
-        wide[name] = torch.from_numpy(meant).swapaxes(1, 2).contiguous().bfloat16()
-        assert np.array_equal(wide[name].float().swapaxes(1, 2).numpy(), meant)
+        stored[f"{name}_scales"] = torch.from_numpy(np.ascontiguousarray(packed_rows[..., 0]))
+        wide[name] = torch.from_numpy(values).swapaxes(1, 2).contiguous().bfloat16()
+        assert np.array_equal(wide[name].float().swapaxes(1, 2).numpy(), values)
     config = json.loads((gpt_oss / "config.json").read_text())
-    how = {
+    quantization = {
         "quant_method": "mxfp4",
         "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"],
     }
-    for path, tensors, more in zip(
-        paths, (stored, wide), ({"quantization_config": how}, {}), strict=True
+    for path, tensors, extra in zip(
+        paths, (stored, wide), ({"quantization_config": quantization}, {}), strict=True
     ):
         save_file(tensors, path / "model.safetensors", {"format": "pt"})
-        (path / "config.json").write_text(json.dumps({**config, **more}))
+        (path / "config.json").write_text(json.dumps({**config, **extra}))
     return paths
 
 
@@ -86,8 +86,8 @@ def replace_tensors(
     )
 
 
-def mean_error(found: np.ndarray, exact: np.ndarray) -> float:
-    return float(np.abs(found - exact).mean() / exact.std())
+def mean_error(logits: np.ndarray, exact: np.ndarray) -> float:
+    return float(np.abs(logits - exact).mean() / exact.std())
 
 
 @pytest.mark.parametrize("kind", ["bf16", "int4", "gpt-oss in MXFP4"])
@@ -100,10 +100,10 @@ def test_a_column_is_what_it_is_alone(folder, blocks, kind):
         with Engine.from_pretrained(
             path, threads=threads, lanes=lanes, dtype=dtype, cache=False
         ) as engine:
-            every = engine.logits(IDS)
-            assert mean_error(every, exact) < (0.2 if kind == "int4" else ROUNDED)
+            all_logits = engine.logits(IDS)
+            assert mean_error(all_logits, exact) < (0.2 if kind == "int4" else ROUNDED)
             for count in (1, 2, 5, 17, 64):
-                assert np.array_equal(engine.logits(IDS[:count]), every[:count])
+                assert np.array_equal(engine.logits(IDS[:count]), all_logits[:count])
             prompts = [IDS[:1], IDS[3:20], IDS[40:90]]
             options: dict[str, Any] = {"max_new_tokens": 20}
             alone = [
@@ -120,16 +120,17 @@ def test_blocks_of_a_folder_are_what_transformers_reads(blocks):
     widened, exact = (engine_logits(path, dtype="fp32", threads=2) for path in blocks)
     assert relative_error(widened, logits_of(reference(blocks[1]))) < ALLOWED
     assert np.array_equal(widened, exact)
-    served = []
+    logits = []
     for options in ({"threads": 1}, {"threads": 3}, {"threads": 2, "isa": "portable"}):
         with Engine.from_pretrained(blocks[0], lanes=1, cache=False, **options) as engine:
             assert (engine.dtype, engine.math) == ("gguf", "int8")
-            served.append(engine.logits(IDS))
-    assert np.array_equal(served[0], served[1])
-    assert all(mean_error(found, exact) < ROUNDED for found in served)
+            logits.append(engine.logits(IDS))
+    assert np.array_equal(logits[0], logits[1])
+    assert all(mean_error(result, exact) < ROUNDED for result in logits)
 
 
 def test_equal_scores_go_to_the_first_experts(folder, tmp_path):
+    # a router of zeros scores all experts alike, so their order decides
     path = change_tensors(folder, tmp_path, replace_tensors("mlp.gate.weight", torch.zeros_like))
     model = plain_model(path, lanes=1)
     assert (
@@ -160,24 +161,26 @@ def test_large_biases_and_sinks(gpt_oss, tmp_path, part, factor):
 def test_a_token_reads_the_experts_that_it_takes(folder):
     # the tapes hold all experts; `weight_bytes` counts those that are read
     with Engine.from_pretrained(folder, dtype="fp32", threads=1, cache=False) as engine:
-        held, config = len(engine._open().part(0)), engine.config
+        tape_bytes, config = len(engine._open().part(0)), engine.config
         experts = config.variant.experts
         # of 40 gates and 40 ups each begins at a multiple of 16 rows
         size = 4 * (2 * 48 * 64 + 64 * 40)
         resting = config.num_hidden_layers * (experts.total - experts.active)
-        assert held - engine.weight_bytes == resting * size
+        assert tape_bytes - engine.weight_bytes == resting * size
 
 
 def test_packed_experts_are_mapped_at_the_next_start(tmp_path, monkeypatch):
     # also where the copy is larger than the memory
     path = write_folder(CASES["qwen3-moe-odds"], tmp_path)
-    found = []
+    logits = []
     for memory in (None, 1 << 40, 1):
         monkeypatch.setattr(packed, "memory_bytes", lambda memory=memory: memory)
         with Engine.from_pretrained(path, threads=2) as engine:
-            found.append(engine.logits(IDS))
-    assert all(np.array_equal(found[0], other) for other in found[1:])
-    assert [kept.suffix for kept in (path / ".packed").iterdir()].count(".bin") == 1
+            logits.append(engine.logits(IDS))
+    assert all(np.array_equal(logits[0], other) for other in logits[1:])
+    assert [path_in_cache.suffix for path_in_cache in (path / ".packed").iterdir()].count(
+        ".bin"
+    ) == 1
 
 
 def test_a_router_of_another_type_is_taken(folder, tmp_path):
@@ -188,6 +191,7 @@ def test_a_router_of_another_type_is_taken(folder, tmp_path):
 
 def test_lanes_cut_no_blocks_and_wait_for_each_other(gpt_oss):
     values = json.loads((gpt_oss / "config.json").read_text())
+    # gpt-oss-20b: 2,880 columns are 90 blocks of 32, which two lanes can share and four cannot
     values |= {"intermediate_size": 2880, "num_attention_heads": 64, "num_key_value_heads": 8}
     assert [lanes_for(values, threads) for threads in (1, 2, 3, 4, 8)] == [1, 2, 1, 2, 2]
     assert lanes_for({**values, "intermediate_size": 40}, 8) == 8

@@ -64,8 +64,8 @@ def test_engine(folder, truth):
         with Engine.from_pretrained(folder, threads=threads, **options) as engine:
             assert relative_error(engine.logits(IDS), expected) < ALLOWED
             assert engine.generate(prompt, max_new_tokens=24, ignore_eos=True) == tokens
-    found = engine_logits(folder, threads=5, lanes=1, kv_dtype="fp32")
-    assert np.array_equal(found, alone), "the number of threads changed bits"
+    logits = engine_logits(folder, threads=5, lanes=1, kv_dtype="fp32")
+    assert np.array_equal(logits, alone), "the number of threads changed bits"
 
 
 def test_pytorch(folder, truth):
@@ -86,8 +86,8 @@ def test_the_text_model_beside_a_vision_tower(kind, text, tmp_path):
     folder, alone = write_with_vision(
         kind, dataclasses.replace(CASES[text], dtype=torch.float32), tmp_path
     )
-    found = engine_logits(folder, threads=2, kv_dtype="fp32")
-    assert relative_error(found, logits_of(alone)) < ALLOWED
+    logits = engine_logits(folder, threads=2, kv_dtype="fp32")
+    assert relative_error(logits, logits_of(alone)) < ALLOWED
 
 
 def test_the_context_chooses_the_factors_of_longrope(tmp_path):
@@ -116,10 +116,10 @@ def test_every_instruction_set_has_the_same_gates(isa, tmp_path):
     for dtype in ("fp32", "int4"):
         expected = engine_logits(folder, dtype=dtype)
         try:
-            found = engine_logits(folder, dtype=dtype, isa=isa)
+            logits = engine_logits(folder, dtype=dtype, isa=isa)
         except ValueError as error:
             pytest.skip(str(error))
-        assert np.array_equal(found, expected)
+        assert np.array_equal(logits, expected)
 
 
 @pytest.mark.parametrize(
@@ -148,13 +148,15 @@ def test_an_embedding_row_of_the_packed_head_is_exact(tied_folder):
     save_file(weights, tied_folder / "model.safetensors")
     config = json.loads((tied_folder / "config.json").read_text())
     for lanes, threads in ((1, 1), (1, 3), (2, 2), (2, 5)):
-        found = []
+        logits = []
         for tie in (True, False):
             (tied_folder / "config.json").write_text(
                 json.dumps(config | {"tie_word_embeddings": tie})
             )
-            found.append(engine_logits(tied_folder, list(range(131)), lanes=lanes, threads=threads))
-        assert np.array_equal(*found)
+            logits.append(
+                engine_logits(tied_folder, list(range(131)), lanes=lanes, threads=threads)
+            )
+        assert np.array_equal(*logits)
 
 
 def test_one_translated_tensor_at_a_time(tmp_path):
@@ -166,4 +168,5 @@ def test_one_translated_tensor_at_a_time(tmp_path):
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert total > 20 * largest
+    # a tensor, its translation, and a little more
     assert peak < 3 * largest

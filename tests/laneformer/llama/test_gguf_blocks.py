@@ -152,6 +152,7 @@ def test_values_that_are_not_finite_are_refused(tmp_path):
     path = write(tmp_path, "Q4_0")
     data = bytearray(path.read_bytes())
     tensor = next(t for t in GGUFReader(path).tensors if t.name == "blk.1.ffn_down.weight")
+    # a block of Q4_0 begins with its scale
     data[tensor.data_offset : tensor.data_offset + 2] = np.float16(np.inf).tobytes()
     path.write_bytes(data)
     with pytest.raises(

@@ -79,7 +79,8 @@ def test_kinds_differ(tmp_path):
     kinds = [{**metadata, "tokenizer.ggml.pre": pre} for pre in KINDS if pre not in SAME]
     tokenizers = [tokenizer_of(Vocabulary(kind)) for kind in kinds]
     ids = [
-        [each.encode(text, add_special_tokens=False).ids for text in TEXTS] for each in tokenizers
+        [tokenizer.encode(text, add_special_tokens=False).ids for text in TEXTS]
+        for tokenizer in tokenizers
     ]
     assert all(a != b for i, a in enumerate(ids) for b in ids[:i])
 
@@ -88,6 +89,7 @@ def test_kinds_differ(tmp_path):
 def test_sentencepiece_pieces(tmp_path, dummy_prefix):
     (tmp_path / "tokenizer.model").write_bytes(sentencepiece_model(dummy_prefix))
     sp = SentencePieceProcessor(model_file=str(tmp_path / "tokenizer.model"))
+    # GGUF's token types; 1 is an ordinary piece
     kinds = {2: sp.is_unknown, 3: sp.is_control, 6: sp.is_byte}
     types = [next((n for n, test in kinds.items() if test(i)), 1) for i in range(len(sp))]
 

@@ -21,10 +21,12 @@ def vocabulary(pieces: list[str], kind: dict[str, Any] = GPT2, /, **values: Any)
     """Return a vocabulary; by default every `token_type` is ordinary."""
     defaults = {"tokens": pieces, "token_type": [1] * len(pieces), "scores": [0.0] * len(pieces)}
     values = {**defaults, **kind, **values}
-    named = {f"tokenizer.ggml.{name}": value for name, value in values.items() if value is not None}
+    metadata = {
+        f"tokenizer.ggml.{name}": value for name, value in values.items() if value is not None
+    }
     if "chat_template" in values:
-        named["tokenizer.chat_template"] = values["chat_template"]
-    return Vocabulary(named)
+        metadata["tokenizer.chat_template"] = values["chat_template"]
+    return Vocabulary(metadata)
 
 
 ENDS: list[tuple[Vocabulary, list[int]]] = [
@@ -52,17 +54,15 @@ ENDS: list[tuple[Vocabulary, list[int]]] = [
 ]
 
 
-@pytest.mark.parametrize(("given", "ids"), ENDS)
-def test_where_generation_ends(given, ids):
-    assert given.eos_ids() == ids
-    tokenizer, pieces = tokenizer_of(given), given.pieces
+@pytest.mark.parametrize(("vocab", "ids"), ENDS)
+def test_where_generation_ends(vocab, ids):
+    assert vocab.eos_ids() == ids
+    tokenizer, pieces = tokenizer_of(vocab), vocab.pieces
     special = {
         token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special
     }
-    named = {
-        i for name in ("eos", "eot", "eom", "fim_sep") if (i := given.special_id(name)) is not None
-    }
-    others = set(ids) - named - set(given.values.get("eos_token_ids", ()))
+    special_ids = {vocab.special_id(name) for name in ("eos", "eot", "eom", "fim_sep")}
+    others = set(ids) - special_ids - set(vocab.values.get("eos_token_ids", ()))
     assert {pieces[i] for i in others} <= special, "no text of a user spells an end"
 
 
@@ -90,12 +90,12 @@ def test_one_token_begins_a_conversation_whether_its_template_writes_it_or_not(k
     # where the tokenizer begins no text, a template's own token stays
     for template in (TURN, "{{ bos_token }}" + TURN):
         fields = {"token_type": CONTROL, **fields, "chat_template": template}
-        given = vocabulary(LETTERS, kind, **fields)
-        encoder = PromptEncoder(tokenizer_of(given), given.tokenizer_config())
+        vocab = vocabulary(LETTERS, kind, **fields)
+        encoder = PromptEncoder(tokenizer_of(vocab), vocab.tokenizer_config())
         rendered = encoder.render([{"role": "user", "content": "a"}])
         pieces = [LETTERS[i] for i in encoder.encode(rendered)]
         written = (
-            [given.tokenizer_config().get("bos_token", "")]
+            [vocab.tokenizer_config().get("bos_token", "")]
             if template != TURN and not begin
             else []
         )

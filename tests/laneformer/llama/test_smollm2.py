@@ -66,6 +66,6 @@ def test_greedy_tokens_of_fifty_prompts(engine, truth):
     assert len(PROMPTS) == 50
     for prompt in PROMPTS:
         ids = engine.tokenizer.encode(prompt).ids
-        written = engine.generate(ids, max_new_tokens=48, ignore_eos=True)
-        best = logits_of(truth, ids + written)[len(ids) - 1 : -1].argmax(-1)
-        assert written == best.tolist(), prompt
+        tokens = engine.generate(ids, max_new_tokens=48, ignore_eos=True)
+        best = logits_of(truth, ids + tokens)[len(ids) - 1 : -1].argmax(-1)
+        assert tokens == best.tolist(), prompt

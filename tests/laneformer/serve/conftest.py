@@ -123,8 +123,10 @@ def in_process(folder, engine=None, **options) -> Iterator[TestClient]:
         engine: options of Engine.from_pretrained.
         options: of ServerOptions.
     """
-    opened = Engine.from_pretrained(folder, **{"threads": 1, "cache": False, **(engine or {})})
-    with opened, serving(with_fixed_cost(opened), **options) as client:
+    engine_of_folder = Engine.from_pretrained(
+        folder, **{"threads": 1, "cache": False, **(engine or {})}
+    )
+    with engine_of_folder, serving(with_fixed_cost(engine_of_folder), **options) as client:
         yield client
 
 
@@ -221,8 +223,8 @@ def server():
         return servers[-1]
 
     yield begin
-    for one in servers:
-        one.kill()
+    for process in servers:
+        process.kill()
 
 
 def wait_until(condition: Callable[[], object], timeout_s: float = 120.0):

@@ -125,7 +125,6 @@ def request_with(tools, choice=None, **fields) -> ConversationRequest:
 
 
 def parse_table(text: str, separator: str = " | ") -> list[list[Any]]:
-    """Parse a table of one row per line; JSON cells become their values."""
     return [
         [parse_cell(cell) for cell in row.split(separator)] for row in text.strip().splitlines()
     ]

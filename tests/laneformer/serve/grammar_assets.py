@@ -92,7 +92,6 @@ def _model(kind: str) -> Laneformer:
 
 @contextlib.contextmanager
 def batch_of(kind: str = "bytes") -> Iterator[Batch]:
-    """Yield a batch of an engine with random weights."""
     # such a model's text has a form only where a grammar enforces one
     compiler = grammars(kind)
     with (
@@ -121,7 +120,6 @@ def draw_answer(batch, grammar, prompt=(3, 1), **options) -> tuple[list[int], st
 
 
 def text_of(kind: str, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-    """Return an answer's text as a server shows it after a prompt."""
     compiler = grammars(kind)
     before = compiler.tokenizer.encode("x", add_special_tokens=False).ids
     text_ids = [i for i in ids if i not in compiler.eos_ids]

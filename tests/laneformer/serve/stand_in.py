@@ -57,6 +57,7 @@ class StandIn:
             Route("/v1/chat/completions", self.chat, methods=["POST"]),
             Mount("/playground", StaticFiles(directory=FOLDER)),
         ]
+        # open before the thread runs, so that nobody waits for it
         self.socket = socket.create_server(("127.0.0.1", 0))
         self.address = f"http://127.0.0.1:{self.socket.getsockname()[1]}/"
         self.server = uvicorn.Server(uvicorn.Config(Starlette(routes=routes), log_level="critical"))

@@ -1,8 +1,4 @@
-"""Tests of the five APIs' own forms: completions, chat, /v1/responses, /v1/messages and Ollama's.
-
-api_forms.json holds requests and answers by API, without ids, times and token counts. A model that
-writes harmony must give the same answers as one that writes <think> and <tool_call>.
-"""
+"""Tests of the five APIs' own forms: completions, chat, /v1/responses, /v1/messages and Ollama's."""
 
 import itertools
 import json
@@ -37,6 +33,8 @@ SCRIPT = [
     ),
     (f'21 degrees"{ENDS[0]}', f"{FINAL}It is warm."),
 ]
+# Requests and answers by API, without ids, times and token counts. A model that writes harmony must
+# give the same answers as one that writes <think> and <tool_call>.
 FORMS = Path(__file__).with_name("api_forms.json")
 # what is another each time: ids, times, and counts, which depend on the tokenizer
 VARYING = {
@@ -125,9 +123,9 @@ def test_responses_through_the_strict_client(api_client):
     assert answer.status == "completed"
     assert answer.output_text == "Good day!"
     assert answer.model == "any"
-    sent = [*HELLO, *(item.model_dump() for item in answer.output), *HELLO]
+    conversation = [*HELLO, *(item.model_dump() for item in answer.output), *HELLO]
     assert (
-        client.responses.create(model="any", input=sent).usage.input_tokens
+        client.responses.create(model="any", input=conversation).usage.input_tokens
         > answer.usage.input_tokens
     )
     with client.responses.stream(model="any", input=ROME) as stream:
@@ -201,6 +199,7 @@ FUNCTION = {"type": "function", "function": {"name": "f", "parameters": PARAMETE
     ],
 )
 def test_a_keyword_that_no_grammar_knows_is_named(api_client, path, tool, place):
+    # no grammar looks ahead, so the pattern is left out and a header names it
     question = (
         {"input": "Rome?"} if path == "/v1/responses" else {"messages": ROME, "max_tokens": 9}
     )

@@ -47,7 +47,6 @@ class Balanced:
         return answer["model"], answer["usage"]["prompt_tokens_details"]["cached_tokens"]
 
     def healthy(self) -> set[str]:
-        """Return the servers that HAProxy's metrics report as healthy."""
         up = r'^haproxy_server_status\{.*server="(\w)",state="UP"\} 1$'
         return set(re.findall(up, httpx.get(self.metrics).text, re.M))
 
@@ -72,7 +71,8 @@ def write_configuration(folder, servers, sockets) -> Path:
 def balancer(slow_folder, tmp_path):
     with ThreadPoolExecutor(len(NAMES)) as pool:
         starts = [pool.submit(start, slow_folder, model_name=name, grace_s=60.0) for name in NAMES]
-        servers = dict(zip(NAMES, (one.result() for one in starts), strict=True))
+        servers = dict(zip(NAMES, (future.result() for future in starts), strict=True))
+    # HAProxy inherits open sockets, so no other process can take their ports meanwhile
     sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(2)]
     file = write_configuration(tmp_path, servers, sockets)
     process = subprocess.Popen(
@@ -151,9 +151,9 @@ def test_one_is_drained_one_is_killed_and_no_conversation_ends(balancer):
     killed = after[0]
     balancer.servers[killed].kill()
     # conversations move to the one that remains
-    (left,) = set(NAMES) - {drained, killed}
-    assert {balancer.say(talk, "Still there?")[0] for talk in talks} == {left}
-    wait_until(lambda: balancer.healthy() == {left})
+    (survivor,) = set(NAMES) - {drained, killed}
+    assert {balancer.say(talk, "Still there?")[0] for talk in talks} == {survivor}
+    wait_until(lambda: balancer.healthy() == {survivor})
 
 
 def test_prometheus_asks_what_is_there():

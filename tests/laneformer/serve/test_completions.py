@@ -50,8 +50,8 @@ def test_control_tokens_in_a_text_are_letters_and_named(api, engine):
 def test_choices_draw_with_seeds_of_a_batch_and_share_the_prompt(api, engine):
     prompt = list(range(5, 45))
     before = api.count("reused_tokens_total")
-    drawn = {"temperature": 1.5, "logit_bias": {"7": -100}}
-    answer = api.post(prompt=prompt, n=4, best_of=4, seed=11, max_tokens=8, **drawn)
+    sampling = {"temperature": 1.5, "logit_bias": {"7": -100}}
+    answer = api.post(prompt=prompt, n=4, best_of=4, seed=11, max_tokens=8, **sampling)
     options = {"temperature": 1.5, "max_new_tokens": 8, "logit_bias": {7: -100}}
     expected = [engine.generate_text(prompt, seed=seed, **options) for seed in batch_seeds(11, 4)]
     assert [choice["text"] for choice in answer["choices"]] == expected
@@ -113,6 +113,7 @@ def test_a_stop_string_ends_text_tokens_and_request(api, engine, ids, logprobs):
     choice = answer["choices"][0]
     assert choice["text"] == cut
     assert choice["finish_reason"] == "stop"
+    # of 400: the engine ends soon after the string
     assert answer["usage"]["completion_tokens"] < 60
     assert api.count('ended_total{reason="cancelled"') == before + 1, "in the engine, too"
     chunks = api.stream(**body, logprobs=logprobs)
@@ -128,14 +129,15 @@ def test_end_of_text_and_stop_ids(api, engine, ids):
     tokens = engine.generate(ids, max_new_tokens=30)
     stop = tokens[5]
     count = tokens.index(stop) + 1
-    wanted = {"stop_token_ids": [stop], "max_tokens": 30, "return_token_ids": True, "logprobs": 0}
-    answer = api.post(prompt=ids, **wanted)
+    fields = {"stop_token_ids": [stop], "max_tokens": 30, "return_token_ids": True, "logprobs": 0}
+    answer = api.post(prompt=ids, **fields)
     choice = answer["choices"][0]
     assert choice["token_ids"] == tokens[:count]
     assert choice["prompt_token_ids"] == ids
     assert choice["finish_reason"] == "stop"
     assert len(choice["logprobs"]["tokens"]) == count - 1
     assert answer["usage"]["completion_tokens"] == count
+    # with this bias every token ends the text
     forced = {"prompt": ids, "logit_bias": {str(engine.eos_ids[0]): 100}, "max_tokens": 5}
     ended = api.choice(**forced)
     assert ended["text"] == ""
@@ -148,6 +150,7 @@ def test_end_of_text_and_stop_ids(api, engine, ids):
 
 def test_streams_say_what_whole_answers_say(api):
     sampled = {"temperature": 1.0, "seed": 5, "max_tokens": 20, "return_token_ids": True}
+    # two prompts of two choices each
     body = {"prompt": [TEXT, "1 2"], "n": 2, "echo": True, "logprobs": 1, **sampled}
     whole = api.post(**body)
     *pieces, last = api.stream(**body, stream_options={"include_usage": True})

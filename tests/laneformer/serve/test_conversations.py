@@ -25,7 +25,6 @@ def api(tiny):
 
 
 def prompt_ids(api, **body) -> list[int]:
-    """Return the ids that a server made of a conversation."""
     return api.choice(max_tokens=1, return_token_ids=True, **body)["prompt_token_ids"]
 
 
@@ -45,6 +44,7 @@ def test_an_answer(api, engine):
     usage = answer["usage"]
     assert usage["prompt_tokens"] == len(ids)
     assert usage["completion_tokens"] == len(truth.tokens)
+    # content in parts makes the same prompt, which is cached by now
     parts = [{"role": "user", "content": [{"type": "text", "text": TALK[0]["content"]}]}]
     again = api.post(messages=parts, max_tokens=20)
     assert content_of(again["choices"][0]) == content

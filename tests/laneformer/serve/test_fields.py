@@ -69,7 +69,11 @@ def test_every_parameter_of_the_client_is_known(api, module, parameters):
     body = BODIES[api][0]
     assert (
         names.keys()
-        <= body.known | body.renamed.keys() | HARMLESS.keys() | NEUTRAL.keys() | REFUSED.keys()
+        <= body.field_names
+        | body.renamed.keys()
+        | HARMLESS.keys()
+        | NEUTRAL.keys()
+        | REFUSED.keys()
     )
 
 
@@ -219,17 +223,17 @@ def test_wrong_values_name_field_value_and_what_is_allowed(api, fields, param, m
 @EVERY
 def test_what_asks_for_nothing_passes(api):
     body = BODIES[api][0]
-    for name in {*REFUSED, *HARMLESS, *NEUTRAL} - body.known - body.renamed.keys():
+    for name in {*REFUSED, *HARMLESS, *NEUTRAL} - body.field_names - body.renamed.keys():
         for empty in ("", [], {}, None):
             assert read(api, **{name: empty})[1] == ""
-    for name in NEUTRAL.keys() - body.known - body.renamed.keys():
+    for name in NEUTRAL.keys() - body.field_names - body.renamed.keys():
         for value in NEUTRAL[name]:
             assert read(api, **{name: value})[1] == ""
         assert param_of(api, **{name: "another"}) == name
-    for name in REFUSED.keys() - body.known:
+    for name in REFUSED.keys() - body.field_names:
         assert param_of(api, **{name: {"any": "value"}}) == name
     assert read(api, stop="")[0].stop == []
-    everything = dict.fromkeys(body.known - BODIES[api][1].keys() - {"max_tokens"})
+    everything = dict.fromkeys(body.field_names - BODIES[api][1].keys() - {"max_tokens"})
     assert body_of(api, **everything) == body_of(api), "null is as absent"
 
 
@@ -362,6 +366,7 @@ def test_options_of_the_engine():
     assert body.generation_options(defaults, 9, 4) == GenerationOptions(
         **same,
         top_p=0.9,
+        # the engine's seeds have 64 bits and no sign
         seed=2**64 - 2,
         max_new_tokens=9,
         min_new_tokens=2,
@@ -369,6 +374,7 @@ def test_options_of_the_engine():
         stop_ids=[7],
         logprobs=4,
     )
+    # two tokens at least and one at most
     with pytest.raises(RequestError, match="min_tokens"):
         body.generation_options({}, 1, None)
     plain = body_of("chat")
@@ -386,10 +392,10 @@ def test_messages_as_a_template_sees_them():
     assistant |= {"refusal": None, "annotations": [], "parsed": {}}
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     result = {"role": "tool", "content": "3", "tool_call_id": "1", "name": "f"}
-    sent = [{"role": "developer", "content": parts}, assistant, result]
-    translated = [turn.to_template() for turn in body_of("chat", messages=sent).messages]
-    called = {**call, "function": {"name": "f", "arguments": {"a": [1]}}}
-    answer = {"role": "assistant", "content": "", "tool_calls": [called]}
+    messages = [{"role": "developer", "content": parts}, assistant, result]
+    translated = [turn.to_template() for turn in body_of("chat", messages=messages).messages]
+    translated_call = {**call, "function": {"name": "f", "arguments": {"a": [1]}}}
+    answer = {"role": "assistant", "content": "", "tool_calls": [translated_call]}
     assert translated == [{"role": "system", "content": "a\nb"}, answer, result]
     function["arguments"] = "{"
     (cut,) = body_of("chat", messages=[assistant]).messages

@@ -55,11 +55,11 @@ def grammars(folder):
 def test_a_conversation_in_its_own_template(grammars):
     calling = ToolCalling({"chat_template": GPT_OSS}, grammars)
     assert calling.form == HARMONY
-    assert calling.described is False
+    assert calling.describes_tools is False
     use = calling.select_tools(request_with(TOOLS))
     call = {"name": "weather", "arguments": {"city": "Rome"}}
     calls = [{"id": i, "type": "function", "function": call} for i in ("a", "b")]
-    sent = [
+    messages = [
         *HELLO,
         {"role": "assistant", "content": "Good day!", "reasoning_content": "hidden"},
         # the reasoning of an earlier turn is dropped, that of the last turn's calls stays
@@ -74,18 +74,18 @@ def test_a_conversation_in_its_own_template(grammars):
         {"role": "tool", "tool_call_id": "a", "content": "first"},
     ]
     text = ChatTemplate({"chat_template": GPT_OSS}).render(
-        use.translate_messages(sent), tools=use.template_tools, add_generation_prompt=True
+        use.translate_messages(messages), tools=use.template_tools, add_generation_prompt=True
     )
     assert "type weather = (_: {" in text
-    written = f'{START}assistant to=functions.weather{CHANNEL}commentary json{MESSAGE}{{"city": "Rome"}}{ENDS[1]}'
+    call_text = f'{START}assistant to=functions.weather{CHANNEL}commentary json{MESSAGE}{{"city": "Rome"}}{ENDS[1]}'
     gave = f"{START}functions.weather to=assistant{CHANNEL}commentary{MESSAGE}"
     assert text.endswith(
         f"{START}assistant{CHANNEL}final{MESSAGE}Good day!{ENDS[0]}{START}user{MESSAGE}{ROME[0]['content']}{ENDS[0]}"
         f"{START}assistant{CHANNEL}analysis{MESSAGE}Of Rome.\nI look.{ENDS[0]}"
-        f'{written}{gave}"first"{ENDS[0]}{written}{gave}"second"{ENDS[0]}{START}assistant'
+        f'{call_text}{gave}"first"{ENDS[0]}{call_text}{gave}"second"{ENDS[0]}{START}assistant'
     )
     assert "hidden" not in text
-    assert sent[3]["tool_calls"] == calls, "what the client sent is not changed"
+    assert messages[3]["tool_calls"] == calls, "what the client sent is not changed"
 
 
 def ids_of(grammars, text) -> list[int]:
@@ -99,7 +99,6 @@ def begins(grammars, grammar, text, *end) -> bool:
 
 
 def fits(grammars, grammar, text) -> bool:
-    """Return whether an answer may be this text."""
     return begins(grammars, grammar, text, grammars.eos_ids[0])
 
 

@@ -69,6 +69,7 @@ def test_addresses_of_ipv6(flag, host):
         pytest.skip("no IPv6 here")
     with options.listen() as listening:
         port = listening.getsockname()[1]
+        # "::" takes connections of IPv4, too
         for address in ("::1", *(["127.0.0.1"] if host == "::" else [])):
             socket.create_connection((address, port), timeout=5).close()
 

@@ -24,7 +24,6 @@ SHORT = {"prompt": "The quick", "max_tokens": 3, "ignore_eos": True}
 
 
 def error_in(stream: str) -> str:
-    """Return the message of the error that ends a stream."""
     *_, error, end = data_of(stream)
     assert end == "[DONE]"
     return json.loads(error)["error"]["message"]
@@ -167,10 +166,11 @@ def test_an_engine_error_ends_its_request_alone(tiny, monkeypatch):
     collect = CpuDecoder.collect
 
     def failing(self, timeout_s):
-        for news in collect(self, timeout_s):
+        for update in collect(self, timeout_s):
             # only the request that ends with seven tokens fails
-            is_seventh = news.ended and len(news.tokens) + news.first == 7
-            yield news._replace(ended=news.ended._replace(error="planted")) if is_seventh else news
+            if update.ended and len(update.tokens) + update.first == 7:
+                update = update._replace(ended=update.ended._replace(error="planted"))
+            yield update
 
     monkeypatch.setattr(CpuDecoder, "collect", lambda *arguments: list(failing(*arguments)))
     failed = tiny.post(PATH, json={**SHORT, "max_tokens": 7})
@@ -220,27 +220,28 @@ def is_refused(server) -> bool:
 
 
 @pytest.mark.job
-@pytest.mark.parametrize(("how", "grace_s"), [(signal.SIGTERM, 60.0), (signal.SIGINT, 0.2)])
-def test_a_signal_lets_answers_end_or_cancels_them(slow_folder, server, how, grace_s):
-    one = server(slow_folder, grace_s=grace_s)
+@pytest.mark.parametrize(
+    ("signal_number", "grace_s"), [(signal.SIGTERM, 60.0), (signal.SIGINT, 0.2)]
+)
+def test_a_signal_lets_answers_end_or_cancels_them(slow_folder, server, signal_number, grace_s):
+    running = server(slow_folder, grace_s=grace_s)
     # an answer that ends within the grace period, or one that cannot
     tokens = 1000 if grace_s > 1 else 8000
     with ThreadPoolExecutor() as threads:
-        streamed = threads.submit(post, one, **LONG | {"max_tokens": tokens}, stream=True)
-        whole = threads.submit(post, one, **LONG | {"max_tokens": tokens})
-        wait_until(lambda: metric(one, "running") == 2)
-        one.process.send_signal(how)
-        wait_until(lambda: is_refused(one))
+        streamed = threads.submit(post, running, **LONG | {"max_tokens": tokens}, stream=True)
+        whole = threads.submit(post, running, **LONG | {"max_tokens": tokens})
+        wait_until(lambda: metric(running, "running") == 2)
+        running.process.send_signal(signal_number)
+        wait_until(lambda: is_refused(running))
         if grace_s > 1:
             assert whole.result().json()["usage"]["completion_tokens"] == tokens
         else:
             assert whole.result().status_code == 503
             assert "shutting down" in error_in(streamed.result().text)
-    assert one.process.wait(30) == 0, one.output()
+    assert running.process.wait(30) == 0, running.output()
 
 
 def send(server, body) -> socket.socket:
-    """Send a request and ignore its answer."""
     host, port = server.url.removeprefix("http://").split(":")
     data = json.dumps(body).encode()
     head = f"POST {PATH} HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
@@ -255,17 +256,17 @@ def memory_bytes(server) -> int:
 
 @pytest.mark.job
 def test_a_slow_reader_holds_up_nobody(model_folder, server):
-    one = server(model_folder)
+    running = server(model_folder)
     # about 200 kB each, which the sockets cannot hold
     body = {**LONG, "max_tokens": 500, "stream": True, "logprobs": 5}
     before = 0
     connections = []
     for ended in (16, 32):
-        before = memory_bytes(one)
-        connections += [send(one, body) for _ in range(16)]
-        wait_until(lambda ended=ended: metric(one, 'ended_total{reason="length"') == ended)
-    alone = post(one, **{**SHORT, "max_tokens": 200})
+        before = memory_bytes(running)
+        connections += [send(running, body) for _ in range(16)]
+        wait_until(lambda ended=ended: metric(running, 'ended_total{reason="length"') == ended)
+    alone = post(running, **{**SHORT, "max_tokens": 200})
     assert alone.json()["usage"]["completion_tokens"] == 200
-    assert memory_bytes(one) - before < 64 * 2**20
+    assert memory_bytes(running) - before < 64 * 2**20
     for connection in connections:
         connection.close()

@@ -99,6 +99,7 @@ def test_more_preparation_than_there_is_room_for_is_429(app, monkeypatch):
             asyncio.create_task(client.post("/tokenize", json={"content": "a"}))
             for _ in range(count)
         ]
+        # the three beyond the room are refused at once, while all others wait
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         answered.set()
         return [task.status_code for task in await asyncio.gather(*tasks)]

@@ -113,7 +113,6 @@ def say(page, text, until=ANSWERED):
 
 
 def text(page, selector) -> str:
-    """Return the last element's text."""
     return page.run(f"[...document.querySelectorAll({selector!r})].at(-1)?.innerText ?? ''")
 
 
@@ -139,11 +138,11 @@ def test_an_answer_streams_beside_its_speed(page, stand_in):
     )
     figures = r"7 tokens · [\d.]+ tokens/s · first after .* · seed \d+"
     assert re.search(figures, text(page, "article.assistant footer"))
-    (sent,) = stand_in.requests
-    assert set(sent) == {"model", "messages", "seed", "stream", "stream_options"}, (
+    (request,) = stand_in.requests
+    assert set(request) == {"model", "messages", "seed", "stream", "stream_options"}, (
         "no defaults of the server"
     )
-    assert sent["messages"] == [{"role": "user", "content": "Hello **there**"}]
+    assert request["messages"] == [{"role": "user", "content": "Hello **there**"}]
     assert page.console == []
 
 
@@ -165,7 +164,7 @@ def test_gaps_are_of_tokens_as_the_rate_is(page):
         ((5, 0), (6, 0)): [None, None, None],
     }
     assert page.run(METER % json.dumps([*figures])) == [
-        pytest.approx(each) for each in figures.values()
+        pytest.approx(figure) for figure in figures.values()
     ]
 
 
@@ -323,11 +322,11 @@ def test_settings_are_sent_and_remembered(page, stand_in):
     page.open(stand_in.address)
     page.until(f"{field % 'seed'}?.value === '7'")
     say(page, "Hi")
-    sent = stand_in.requests[-1]
-    assert sent["temperature"] == 0
-    assert sent["seed"] == 7
-    assert "top_p" not in sent, "a value out of range is not sent"
-    assert sent["messages"][0] == {"role": "system", "content": "Be brief."}
+    request = stand_in.requests[-1]
+    assert request["temperature"] == 0
+    assert request["seed"] == 7
+    assert "top_p" not in request, "a value out of range is not sent"
+    assert request["messages"][0] == {"role": "system", "content": "Be brief."}
     page.click("#reset")
     say(page, "Hi again")
     assert "temperature" not in stand_in.requests[-1]
@@ -419,7 +418,6 @@ def test_drafts_are_switched_and_compared(page, stand_in):
 
 
 def script_s(page) -> float:
-    """Return the CPU seconds of the page's own thread."""
     metrics = page.call("Performance.getMetrics")["metrics"]
     return next(metric["value"] for metric in metrics if metric["name"] == "TaskDuration")
 

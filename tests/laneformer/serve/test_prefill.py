@@ -33,8 +33,8 @@ CONTENTS = "Hello", "Hello \n", " Hello", "<think>\nThey", "é 👍", "a " * 99,
 @pytest.mark.parametrize("name", [*OURS, "smollm2", "mistral"])
 def test_the_prompt_is_that_of_transformers(name):
     # also where a template strips contents and the last one ends in white space
-    own = {"smollm2": SMOLLM2, "mistral": MISTRAL}
-    template = own.get(name) or (TEMPLATES / f"{name}.jinja").read_text()
+    templates = {"smollm2": SMOLLM2, "mistral": MISTRAL}
+    template = templates.get(name) or (TEMPLATES / f"{name}.jinja").read_text()
     config = {"chat_template": template, **TOKENS}
     prompts = PromptEncoder(Tokenizer(models.BPE({"a": 0}, [])), config)
     for content in CONTENTS:
@@ -90,8 +90,8 @@ def test_messages_go_on(anthropic, engine):
     assert stopped["content"][0]["text"] == text[: text.index(text[3:5])]
     events = map(json.loads, data_of(anthropic.ask(**body, stream=True).text))
     assert "".join(event.get("delta", {}).get("text", "") for event in events) == text
-    counted = anthropic.client.post("/v1/messages/count_tokens", json=body).json()
-    assert counted == {"input_tokens": len(ids)}
+    count = anthropic.client.post("/v1/messages/count_tokens", json=body).json()
+    assert count == {"input_tokens": len(ids)}
     begun = anthropic.post(messages=with_final(""))["content"]
     assert begun == anthropic.post(messages=TALK)["content"], "an empty turn is one that begins"
 

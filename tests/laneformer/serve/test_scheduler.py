@@ -33,8 +33,8 @@ def make_options(seed: int = 0, tokens: int = 20) -> dict[str, Any]:
     return {"prompt_ids": [1 + seed % 90, 2, 3], **sampling}
 
 
-def submit(scheduler: Scheduler, *what: int) -> Running:
-    return scheduler.submit(scheduler.batch.generation(**make_options(*what)))
+def submit(scheduler: Scheduler, *numbers: int) -> Running:
+    return scheduler.submit(scheduler.batch.generation(**make_options(*numbers)))
 
 
 def test_answers_are_those_of_the_engine_alone(engine):

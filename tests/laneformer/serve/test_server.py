@@ -33,6 +33,7 @@ def test_ids_that_are_none_are_refused(tiny, ids):
 
 
 def test_memory_is_measured_again_while_idle_and_the_best_stays(model_folder, monkeypatch):
+    # bytes/s: the third is no better than the second
     measured = iter([1e9, 3e9, 2e9])
     monkeypatch.setattr("laneformer.serve.app.probe", lambda engine: next(measured))
     with in_process(model_folder) as client:
@@ -131,6 +132,7 @@ def test_pages_that_are_allowed_can_use_it(key_client):
         "access-control-request-method": "POST",
         "access-control-request-headers": "authorization,content-type",
     }
+    # a browser asks for leave first, and sends no key with that
     leave = key_client.options("/v1/completions", headers=page | asks)
     for answer in (leave, key_client.get("/v1/models", headers=page | KEY)):
         assert answer.status_code == 200, answer.text
@@ -145,6 +147,7 @@ def test_the_key(key_client):
             assert response.status_code == 401
             assert error_of(response)["code"] == "invalid_api_key"
     assert key_client.get("/health").status_code == 200
+    # Anthropic's clients use x-api-key; the right key in either header is enough
     for headers in (KEY, {"x-api-key": "sesame"}, {"x-api-key": "made up", **KEY}):
         assert key_client.get("/v1/models", headers=headers).status_code == 200
     assert key_client.get("/v1/models", headers={"x-api-key": "wrong"}).status_code == 401

@@ -120,7 +120,7 @@ def calling(name: str, kind: str = "bytes") -> ToolCalling:
 def test_forms_are_read_from_templates(name):
     read, (_, form) = calling(name), FORMS[name]
     assert read.form == (form or HERMES)
-    assert read.described == (form is None)
+    assert read.describes_tools == (form is None)
 
 
 def spell_calls(form: CallForm, calls: list[dict[str, Any]]) -> str:
@@ -155,8 +155,8 @@ def test_the_id_that_a_model_writes_is_its_calls(name, ids):
 
     functions = [call["function"] for call in CALLS]
     assert read(CALLS) == [
-        (each, function["name"], function["arguments"])
-        for each, function in zip(ids, functions, strict=True)
+        (call_id, function["name"], function["arguments"])
+        for call_id, function in zip(ids, functions, strict=True)
     ]
     (first, *_), (second, *_) = read([CALLS[0]] * 2)
     assert first == ids[0] != second
@@ -176,16 +176,16 @@ def test_calls_go_back_as_transformers_renders_them(name):
         *({"role": "tool", "tool_call_id": call["id"], "content": "7"} for call in calls),
         {"role": "user", "content": "!"},
     ]
-    sent = tool.select_tools(request_with(TOOLS)).translate_messages(messages)
+    translated = tool.select_tools(request_with(TOOLS)).translate_messages(messages)
     template = template_of(name)
     bare = grammars().tokenizer
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=bare, chat_template=template, **TOKENS)
-    text = tokenizer.apply_chat_template(sent, tools=TOOLS, tokenize=False)
-    written = spell_calls(tool.form, calls)
+    text = tokenizer.apply_chat_template(translated, tools=TOOLS, tokenize=False)
+    expected = spell_calls(tool.form, calls)
     if name == "mistral":
-        written = tool.form.begin + 'get_weather", "arguments": {"city": "Köln'
-    assert written in text
-    types = {type(call["function"]["arguments"]) for call in sent[1]["tool_calls"]}
+        expected = tool.form.begin + 'get_weather", "arguments": {"city": "Köln'
+    assert expected in text
+    types = {type(call["function"]["arguments"]) for call in translated[1]["tool_calls"]}
     assert types == {str if tool.form.as_text else dict}
     assert messages[1]["tool_calls"] == calls, "what the client sent is not changed"
 
@@ -208,13 +208,13 @@ def test_templates_without_tools_get_them_described():
     assert called["content"].count("</tool_call>") == 2
     one_message = "<tool_response>\n1\n</tool_response>\n<tool_response>\n2\n</tool_response>"
     assert result["content"] == one_message, "as templates want turns to alternate"
-    own = {"role": "system", "content": "Be brief."}
-    (system,) = use.translate_messages([own])
+    instructions = {"role": "system", "content": "Be brief."}
+    (system,) = use.translate_messages([instructions])
     assert system["content"].endswith("\n\nBe brief.")
-    assert own["content"] == "Be brief."
+    assert instructions["content"] == "Be brief."
     assert calling("smollm2").select_tools(request_with(TOOLS, "none")).translate_messages(
-        [own]
-    ) == [own]
+        [instructions]
+    ) == [instructions]
 
 
 def test_templates_without_system_messages_get_tools_in_the_first_question():
@@ -228,7 +228,6 @@ def test_templates_without_system_messages_get_tools_in_the_first_question():
 
 
 def read_answer(use: ToolUse, text: str) -> tuple[str, list[tuple[str, Any]]]:
-    """Return content and calls."""
     reader = AnswerReader(use.form)
     deltas = [*reader.push(text), *reader.finish()]
     calls = []
@@ -365,6 +364,7 @@ def test_what_a_grammar_cannot_demand_of_a_tool_is_left_out_and_named(schema, ke
 
 
 def test_tools_beyond_the_limits_are_refused():
+    # each of the nine is within the limit, and all of them are not
     parameters = {"type": "object", "title": "x" * 9000}
     functions = [{"name": f"f{i}", "parameters": parameters} for i in range(9)]
     tools = [{"type": "function", "function": function} for function in functions]

@@ -53,6 +53,6 @@ def test_a_question_is_answered_with_a_tool_and_a_description_with_json():
         assert call.function.parsed_arguments == weather
         assert streamed.message.tool_calls[0].function.parsed_arguments == weather
         result = {"role": "tool", "tool_call_id": call.id, "content": '{"temperature": 21}'}
-        sent = [*QUESTION, message.model_dump(), result]
-        answer = chat.parse(messages=sent, tools=tools, **options).choices[0].message
+        messages = [*QUESTION, message.model_dump(), result]
+        answer = chat.parse(messages=messages, tools=tools, **options).choices[0].message
         assert "21" in (answer.content or "")

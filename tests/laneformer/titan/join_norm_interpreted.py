@@ -1,8 +1,4 @@
-"""Tests of the join and norm kernels in Triton's interpreter against the model's formulas in float64.
-
-The interpreter runs the kernels' code with NumPy and cannot show what a GPU does. It must be
-selected before Triton is imported, so test_join_norm.py runs these tests in a separate process.
-"""
+"""Tests of the join and norm kernels in Triton's interpreter against the model's formulas in float64."""
 
 from __future__ import annotations
 
@@ -20,6 +16,8 @@ from laneformer.titan import join_norm_kernels
 from laneformer.titan.fused_layer import FusedLayer
 from laneformer.titan.join_norm import FuseJoinNorm, JoinNorm
 
+# The interpreter runs the kernels' code with NumPy and cannot show what a GPU does. It must be
+# selected before Triton is imported, so test_join_norm.py runs these tests in a separate process.
 EPS = 1e-5
 OPERATIONS = torch.ops.laneformer
 
@@ -34,7 +32,7 @@ def exact(
     weight: Tensor | None,
     how: Join | None,
 ) -> Any:
-    """Return streams, normed streams and the partial by the model's formulas."""
+    """Return streams, normed streams and the partial."""
     streams = h if how is None else join_lanes(h, partial, how, delayed)
     normed = None
     if weight is not None:
@@ -68,8 +66,8 @@ def results(
     # autograd.grad needs leaves of its own for each run
     leaves = [None if t is None else t.detach().requires_grad_() for t in inputs]
     outputs = [t for t in function(*leaves, how) if t is not None]
-    wanted = [t for t in leaves if t is not None]
-    return [*outputs[:2], *torch.autograd.grad(outputs, wanted, gradients[: len(outputs)])]
+    inputs_used = [t for t in leaves if t is not None]
+    return [*outputs[:2], *torch.autograd.grad(outputs, inputs_used, gradients[: len(outputs)])]
 
 
 def run_fused(
@@ -87,7 +85,7 @@ def run_fused(
 
 
 def largest_error(
-    found: list[Tensor], wanted: list[Tensor], dtype: torch.dtype, how: Join | None = None
+    actual: list[Tensor], expected: list[Tensor], dtype: torch.dtype, how: Join | None = None
 ) -> float:
     """Return the largest error in units of what rounding explains, relative to each result's maximum."""
     # Half an eps for each rounding: of the result, of its inputs (the norm reads rounded streams)
@@ -97,10 +95,10 @@ def largest_error(
     # float32.
     roundings = 3 if how in (Join.PRESENT, Join.NO_REDUCE) else 2
     allowed = roundings / 2 * torch.finfo(dtype).eps + 8 * torch.finfo(torch.float32).eps
-    assert all(a.dtype == dtype for a in found)
+    assert all(a.dtype == dtype for a in actual)
     return max(
         ((a.cpu().double() - b).abs().max() / b.abs().max() / allowed).item()
-        for a, b in zip(found, wanted, strict=True)
+        for a, b in zip(actual, expected, strict=True)
     )
 
 
@@ -114,12 +112,11 @@ def kernel_error(
     device: str = "cpu",
     reference: Any = exact,
 ) -> float:
-    """Return the kernels' `largest_error` against `reference` in float64."""
     inputs, gradients = draw(how, lanes, dim, dtype, delay, scale, device)
-    found = results(inputs, gradients, how, run_fused)
+    actual = results(inputs, gradients, how, run_fused)
     wide = [None if t is None else t.cpu().double() for t in inputs]
-    wanted = results(wide, [g.cpu().double() for g in gradients], how, reference)
-    return largest_error(found, wanted, dtype, how)
+    expected = results(wide, [g.cpu().double() for g in gradients], how, reference)
+    return largest_error(actual, expected, dtype, how)
 
 
 CASES = [
@@ -184,5 +181,5 @@ def test_join_and_norm_in_one_graph_become_one_kernel():
     # the second norm reads other streams and must stay separate
     called = [str(node.target) for node in module.graph.nodes if "laneformer" in str(node.target)]
     assert sorted(called) == ["laneformer.join_norm.default", "laneformer.rms_norm.default"]
-    for found, wanted in zip(module(*inputs), both(*inputs), strict=True):
-        assert torch.equal(found, wanted)
+    for actual, expected in zip(module(*inputs), both(*inputs), strict=True):
+        assert torch.equal(actual, expected)

@@ -84,7 +84,9 @@ def measure(model, part=0, parts=1) -> dict[str, Any]:
     labels = batch[:, 1:].clone()
     # ignored labels
     labels[0, :3] = -100
-    inputs, labels, weights = (each.chunk(parts)[part] for each in (batch[:, :-1], labels, weights))
+    inputs, labels, weights = (
+        tensor.chunk(parts)[part] for tensor in (batch[:, :-1], labels, weights)
+    )
     losses = model(inputs, labels)
     # unequal weights, so that exchanged tokens change the gradients
     (losses * weights).sum().backward()
@@ -92,7 +94,7 @@ def measure(model, part=0, parts=1) -> dict[str, Any]:
     whole = {
         name: g.full_tensor() if hasattr(g, "full_tensor") else g for name, g in gradients.items()
     }
-    return {"losses": losses.detach(), "seen": model.lm_head.normalizers, "gradients": whole}
+    return {"losses": losses.detach(), "normalizers": model.lm_head.normalizers, "gradients": whole}
 
 
 def one_case(name, dtype, mesh) -> dict[str, Any]:
@@ -105,16 +107,16 @@ def one_case(name, dtype, mesh) -> dict[str, Any]:
         model = build(name)
     lane_axis.give_lanes_to_ranks(model, mesh["tp"])
     parallelize.checkpoint_and_compile(model, job)
-    lane_axis.own_parts(model.tok_embeddings, *model.layers, model.norm, model.lm_head)
+    lane_axis.attach_own_parts(model.tok_embeddings, *model.layers, model.norm, model.lm_head)
     parallelize.apply_fsdp(model, mesh["fsdp"], job)
     model.to_empty(device="cpu")
     model.init_weights()
     return measure(model, mesh.get_local_rank("fsdp"), mesh.size(0))
 
 
-def own_twice(self: lane_axis.LaneAxis, sent, first_only=False) -> torch.Tensor:
+def own_twice(self: lane_axis.LaneAxis, in_flight, first_only=False) -> torch.Tensor:
     """Receive a sum that includes the lane's own partial output, which it has already added."""
-    return lane_axis._Arrive.apply(sent[1], self.group)
+    return lane_axis._Arrive.apply(in_flight[1], self.group)
 
 
 FAULTS: dict[str, tuple[Any, str, Any]] = {
@@ -124,7 +126,7 @@ FAULTS: dict[str, tuple[Any, str, Any]] = {
         "Partial",
         Replicate,
     ),  # a gradient of what all ranks have is taken for the whole
-    "part_of_vocabulary": (lane_axis.LaneAxis, "together", lambda self, *parts: parts),
+    "part_of_vocabulary": (lane_axis.LaneAxis, "combine_softmax_parts", lambda self, *parts: parts),
 }
 
 

@@ -61,14 +61,14 @@ def test_block_masks_are_compiled_once(tokens, monkeypatch):
     for boundary in (20, 40, 50):
         inputs[0, boundary] = BOS
         documents = attention.document_ids(inputs, BOS)
-        found = [
+        masks = [
             mask.to_dense() for mask in attention.training_masks(CONFIG, inputs, "flex", documents)
         ]
         if boundary == 20:
             graphs = compiled.frame_count
     assert compiled.frame_count == graphs > 0
     monkeypatch.setattr(attention, "_block_mask_builder", lambda _: create_block_mask)
-    wanted = [
+    expected = [
         mask.to_dense() for mask in attention.training_masks(CONFIG, inputs, "flex", documents)
     ]
-    assert all(map(torch.equal, found, wanted))
+    assert all(map(torch.equal, masks, expected))

@@ -40,7 +40,6 @@ class Products(NamedTuple):
 
 
 def draw_tensors() -> tuple[Tensor, Tensor, Tensor]:
-    """Return x, the weight and y's gradient."""
     # rows and columns differ in size, so the scale of another row or lane is off by factors
     generator = torch.Generator().manual_seed(1)
 
@@ -59,10 +58,10 @@ def draw_tensors() -> tuple[Tensor, Tensor, Tensor]:
     )
 
 
-def compute_products(how: Float8) -> Products:
+def compute_products(multiply: Float8) -> Products:
     x, weight, gradient = draw_tensors()
     x.requires_grad_(), weight.requires_grad_()
-    y = how(x, weight)
+    y = multiply(x, weight)
     y.backward(gradient)
     return Products(y.detach(), x.grad, weight.grad)
 
@@ -99,10 +98,12 @@ def exact_and_bounds(recipe) -> tuple[Products, Products]:
     return arranged(y, d_x, d_w), arranged(*bounds)
 
 
-def off(found, recipe) -> list[float]:
+def off(products, recipe) -> list[float]:
     """Return the largest errors of y, d_x and d_w in units of what is allowed."""
     exact, allowed = exact_and_bounds(recipe)
-    return [float(((f - e).abs() / a).max()) for f, e, a in zip(found, exact, allowed, strict=True)]
+    return [
+        float(((f - e).abs() / a).max()) for f, e, a in zip(products, exact, allowed, strict=True)
+    ]
 
 
 @pytest.fixture(params=RECIPES.values(), ids=RECIPES)
@@ -148,18 +149,17 @@ def test_a_wrong_scale_is_found(recipe, monkeypatch):
 def test_zeros_and_what_is_not_finite(recipe):
     # the guard against bad steps needs to see infinities and NaNs
     x, weight, _ = draw_tensors()
-    how = Float8(recipe, emulate=False)
-    assert how(torch.zeros_like(x), weight).abs().max() == 0
+    multiply = Float8(recipe, emulate=False)
+    assert multiply(torch.zeros_like(x), weight).abs().max() == 0
     for bad in (float("inf"), float("nan")):
         x[0, 5, 1, 7] = bad
-        assert not how(x, weight)[0, 5, 1].isfinite().any()
+        assert not multiply(x, weight)[0, 5, 1].isfinite().any()
 
 
 # --- in a layer
 
 
 def step(recipe, emulate=True, backend=None, checkpointing=True) -> Results:
-    """Return losses and gradients of a small model by name."""
     torch._dynamo.reset()
     model = TitanLaneformer(LaneformerArgs(config=CONFIG))
     if recipe is not None:
@@ -172,9 +172,9 @@ def step(recipe, emulate=True, backend=None, checkpointing=True) -> Results:
     return train(model, draw_tokens(CONFIG, SEQ_LEN))
 
 
-def assert_same(found: Results, wanted: Results):
-    assert found.keys() == wanted.keys()
-    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+def assert_same(actual: Results, expected: Results):
+    assert actual.keys() == expected.keys()
+    assert all(torch.equal(actual[name], expected[name]) for name in expected)
 
 
 def test_a_step_repeats_and_is_near_the_one_without_float8(recipe):
@@ -206,13 +206,15 @@ def test_a_compiled_step_is_the_same_and_keeps_its_input_in_float8_alone(recipe)
     layers = []  # of each, the last first: float8 values kept, and products
 
     def see(graph, inputs):
-        kept = 0
+        saved_values = 0
         for node in graph.graph.find_nodes(op="placeholder"):
             value = node.meta["val"]
-            own = isinstance(value, Tensor) and not node.name.startswith(("primals", "tangents"))
-            kept += value.numel() if own and value.dtype == E4M3 else 0
+            is_saved = isinstance(value, Tensor) and not node.name.startswith(
+                ("primals", "tangents")
+            )
+            saved_values += value.numel() if is_saved and value.dtype == E4M3 else 0
         layers.append(
-            (kept, sum("scaled_product" in str(node.target) for node in graph.graph.nodes))
+            (saved_values, sum("scaled_product" in str(node.target) for node in graph.graph.nodes))
         )
         return make_boxed_func(graph)
 

@@ -39,8 +39,8 @@ def test_in_the_interpreter():
     tests = Path(__file__).with_name("join_norm_interpreted.py")
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", str(tests)]
     env = {**os.environ, "TRITON_INTERPRET": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=1100)
-    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
+    child = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=1100)
+    assert child.returncode == 0, child.stdout[-5000:] + child.stderr[-2000:]
 
 
 # --- the kernels for sm_90, by Triton's compiler and ptxas, which need no GPU
@@ -56,9 +56,8 @@ def compile_for_sm90(kernel: Any, config: LaneformerConfig, **choices: Any) -> t
     signature, divisible = {}, {}
     for index, name in enumerate(kernel.arg_names):
         is_stride = name.endswith(("_token", "_lane"))
-        signature[name] = (
-            "constexpr" if name in constants else "i32" if is_stride else types.get(name, "*bf16")
-        )
+        kind = "i32" if is_stride else types.get(name, "*bf16")
+        signature[name] = "constexpr" if name in constants else kind
         if name not in (*constants, "eps", "T"):
             divisible[(index,)] = [["tt.divisibility", 16]]
     log = io.StringIO()
@@ -121,5 +120,5 @@ def test_on_a_gpu(dtype):
     for how, delay, scale in CASES:
         assert kernel_error(how, 8, 3072, dtype, delay, scale, "cuda") <= 1, (how, delay, scale)
         inputs, gradients = draw(how, 8, 3072, dtype, delay, scale, "cuda")
-        found, again = (results(inputs, gradients, how, run_fused) for _ in range(2))
-        assert all(map(torch.equal, found, again)), "a step must repeat bit for bit"
+        first, again = (results(inputs, gradients, how, run_fused) for _ in range(2))
+        assert all(map(torch.equal, first, again)), "a step must repeat bit for bit"

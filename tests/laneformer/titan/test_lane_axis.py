@@ -17,7 +17,7 @@ from torchtitan.config import JobConfig
 from torchtitan.tools.utils import set_default_dtype
 
 from laneformer.joins import MODULES, Join
-from laneformer.titan.lane_axis import check_lane_axis, give_lanes_to_ranks, own_parts
+from laneformer.titan.lane_axis import attach_own_parts, check_lane_axis, give_lanes_to_ranks
 from laneformer.titan.layer import TitanLayer
 from laneformer.titan.parallelize import checkpoint_and_compile, refuse_other_layers
 from tests.laneformer.titan.lane_ranks import CASES, RUNS, build, config, measure, tokens
@@ -31,7 +31,6 @@ LARGE = 1e-3  # what a fault changes
 
 @pytest.fixture(scope="module")
 def alone():
-    """Return the results of one process with all lanes, in float64."""
     with set_default_dtype(torch.float64):
         models = {name: build(name) for name in CASES}
         for model in models.values():
@@ -40,10 +39,9 @@ def alone():
 
 
 def flatten(results: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """Return losses, gradients, log-denominators and largest logits by name."""
-    denominators, peaks = results["seen"]
-    named = {"losses": results["losses"], "denominators": denominators, "peaks": peaks}
-    return named | results["gradients"]
+    denominators, peaks = results["normalizers"]
+    tensors = {"losses": results["losses"], "denominators": denominators, "peaks": peaks}
+    return tensors | results["gradients"]
 
 
 @pytest.mark.job
@@ -51,13 +49,13 @@ def test_every_mesh_is_one_process(alone, tmp_path):
     # a fault planted in the exchange is detected
     command = [sys.executable, "-m", "tests.laneformer.titan.lane_ranks", str(tmp_path)]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=900)
-    assert done.returncode == 0, done.stderr[-3000:]
+    child = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=900)
+    assert child.returncode == 0, child.stderr[-3000:]
     for run in RUNS:
-        found, wanted = flatten(torch.load(tmp_path / run.file)), dict(alone[run.case])
+        actual, expected = flatten(torch.load(tmp_path / run.file)), dict(alone[run.case])
         for name in ("denominators", "peaks"):  # rank 0 has those of its part of the batch
-            wanted[name] = wanted[name][: len(found[name])]
-        difference = largest_difference(found, wanted)
+            expected[name] = expected[name][: len(actual[name])]
+        difference = largest_difference(actual, expected)
         if run.fault:
             assert difference > LARGE, run
         else:
@@ -92,7 +90,7 @@ def test_late_sums_travel_while_layers_compute(tmp_path, case, late):
         model.init_weights()
         give_lanes_to_ranks(model, init_device_mesh("cpu", (1,), mesh_dim_names=("tp",)))
         checkpoint_and_compile(model, job)
-        own_parts(model.tok_embeddings, *model.layers, model.norm, model.lm_head)
+        attach_own_parts(model.tok_embeddings, *model.layers, model.norm, model.lm_head)
         with Watch(under_way) as forward:
             losses = model(tokens()[:, :-1], tokens()[:, 1:])
         with Watch(under_way) as backward:
@@ -134,5 +132,6 @@ def test_what_cannot_be_on_several_ranks_is_named(change, job_change, message):
         setattr(getattr(job, section), field, value)
     with pytest.raises(ValueError, match=message):
         check_lane_axis(config("delay-2", **change), job)
+    # all of it is possible on one rank
     job.parallelism.tensor_parallel_degree = 1
     check_lane_axis(config("delay-2", **change), job)

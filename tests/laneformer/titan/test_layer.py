@@ -32,7 +32,6 @@ COMMS = [
 
 
 def difference(join_norm="plain", **overrides) -> float:
-    """Return the largest difference in losses and gradients between the training model and the plain one."""
     plain = build(**overrides)
     model = TitanLaneformer(LaneformerArgs(config=plain.config, join_norm=join_norm)).double()
     model.load_state_dict(plain.state_dict())
@@ -83,11 +82,11 @@ def streams(**overrides) -> list[int]:
     config = LaneformerConfig(**{**SMALL, **overrides})
     model = TitanLaneformer(LaneformerArgs(config=config))
     model.init_weights()
-    found = []
+    counts = []
     for layer in model.layers:
-        layer.register_forward_hook(lambda layer, inputs, output: found.append(output[0].shape[2]))
+        layer.register_forward_hook(lambda layer, inputs, output: counts.append(output[0].shape[2]))
     model(torch.tensor([IDS]))
-    return found
+    return counts
 
 
 def test_equal_streams_are_one():

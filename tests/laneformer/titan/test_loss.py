@@ -51,22 +51,22 @@ def test_losses_and_gradients_are_the_plain_models(head, z_weight):
     losses = model(inputs, labels)
     losses.sum().backward()
     logits = exact(inputs).flatten(0, 1)
-    wanted = F.cross_entropy(logits, labels.flatten(), reduction="none")
+    exact_losses = F.cross_entropy(logits, labels.flatten(), reduction="none")
     denominators = logits.logsumexp(-1)
     z_loss = z_weight * denominators[labels.flatten() != IGNORE_INDEX].square().sum()
-    (wanted.sum() + z_loss).backward()
+    (exact_losses.sum() + z_loss).backward()
     assert losses.shape == labels.shape
     assert losses[0, 5] == 0
-    assert (losses.flatten() - wanted).abs().max() < ROUNDING * wanted.max()
+    assert (losses.flatten() - exact_losses).abs().max() < ROUNDING * exact_losses.max()
     assert largest_difference(gradients_of(model), gradients_of(exact)) < ROUNDING
     if z_weight:
-        seen = dict(zip(("denominators", "peaks"), model.lm_head.normalizers, strict=True))
+        normalizers = dict(zip(("denominators", "peaks"), model.lm_head.normalizers, strict=True))
         expected = {"denominators": denominators, "peaks": logits.amax(-1)}
-        assert largest_difference(seen, expected) < ROUNDING
+        assert largest_difference(normalizers, expected) < ROUNDING
         return
     with torch.no_grad():
         of_logits = F.cross_entropy(model(inputs).flatten(0, 1), labels.flatten(), reduction="sum")
-        assert abs(of_logits - wanted.sum()) < ROUNDING * wanted.sum()
+        assert abs(of_logits - exact_losses.sum()) < ROUNDING * exact_losses.sum()
 
 
 def rows_of_head(operation, out) -> int:
@@ -86,9 +86,9 @@ def test_skipping_ignored_rows_changes_nothing(trained):
     ignored = torch.randperm(96, generator=torch.Generator().manual_seed(trained))[trained:]
     labels.view(-1)[ignored] = IGNORE_INDEX
     results, scored = [], []
-    for given in (None, trained):
+    for count in (None, trained):
         with Watch(rows_of_head) as rows:
-            losses = model(inputs, labels, trained=given)
+            losses = model(inputs, labels, trained=count)
         losses.sum().backward()
         scored.append(sum(rows.values))
         results.append([losses.detach(), *gradients_of(model).values()])
@@ -99,7 +99,6 @@ def test_skipping_ignored_rows_changes_nothing(trained):
 
 
 def largest_bytes(operation, out) -> int:
-    """Return the size of the largest tensor among the results."""
     sizes = [t.untyped_storage().nbytes() for t in tree_leaves(out) if isinstance(t, Tensor)]
     return max(sizes, default=0)
 

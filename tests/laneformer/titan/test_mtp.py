@@ -60,7 +60,7 @@ def expected_losses(model, tokens, steps) -> tuple[Any, list[Any]]:
     """Return the summed losses of the model and of each step, by a loop over single labels."""
     ids = tokens[:, :-1]
     main = F.cross_entropy(model(ids).flatten(0, 1), tokens[:, 1:].flatten(), reduction="sum")
-    found = []
+    drafts = []
     for k, logits in enumerate(draft_logits(model, ids, steps), 1):
         total = logits.new_zeros(())
         for row in range(len(ids)):
@@ -68,8 +68,8 @@ def expected_losses(model, tokens, steps) -> tuple[Any, list[Any]]:
                 between = tokens[row, t + 1 : t + k + 2]
                 if BOS not in between.tolist():
                     total = total + F.cross_entropy(logits[row, t], tokens[row, t + k + 1])
-        found.append(total)
-    return main, found
+        drafts.append(total)
+    return main, drafts
 
 
 @pytest.mark.parametrize(
@@ -89,13 +89,15 @@ def test_losses_and_gradients_are_the_plain_models(steps, switches, tokens):
     assert abs(losses.sum() - main).item() < TOLERANCE * SEQ_LEN
     for ours, theirs in zip(model.drafted.losses, drafts, strict=True):
         assert abs(ours.sum() - theirs).item() < TOLERANCE * SEQ_LEN
-    wanted, found = gradients_of(twin), gradients_of(model)
-    assert found.keys() == wanted.keys() == dict(model.named_parameters()).keys()
-    assert all((found[name] - wanted[name]).abs().max() < TOLERANCE for name in wanted)
-    found = titan_assets.train(frozen, tokens)
-    assert found.keys() - {"losses"} == {name for name in wanted if name.startswith("mtp.")}
+    expected, actual = gradients_of(twin), gradients_of(model)
+    assert actual.keys() == expected.keys() == dict(model.named_parameters()).keys()
+    assert all((actual[name] - expected[name]).abs().max() < TOLERANCE for name in expected)
+    actual = titan_assets.train(frozen, tokens)
+    assert actual.keys() - {"losses"} == {name for name in expected if name.startswith("mtp.")}
     assert all(
-        (found[name] - wanted[name]).abs().max() < TOLERANCE for name in found if name != "losses"
+        (actual[name] - expected[name]).abs().max() < TOLERANCE
+        for name in actual
+        if name != "losses"
     )
 
 
@@ -131,10 +133,13 @@ def test_validation_says_how_often_drafts_are_right(tokens):
             twin(ids).argmax(-1),
             [logits.argmax(-1) for logits in draft_logits(twin, ids, 3)],
         )
-    known = SEQ_LEN - 3
-    right = torch.stack([d[:, :known] == chosen[:, k : known + k] for k, d in enumerate(drafts, 1)])
+    # the positions that all three drafts have a label for
+    length = SEQ_LEN - 3
+    right = torch.stack(
+        [d[:, :length] == chosen[:, k : length + k] for k, d in enumerate(drafts, 1)]
+    )
     expected = torch.stack([right[:k].all(0) for k in (1, 2, 3)])
-    assert torch.equal(model.drafted.accepted[:, :, :known], expected)
+    assert torch.equal(model.drafted.accepted[:, :, :length], expected)
 
 
 def test_labels_at_the_border_of_a_window():
@@ -155,5 +160,6 @@ def test_flex_masks_are_the_dense_ones(tokens):
     blocks = step_mask(3, torch.arange(SEQ_LEN), document_blocks(documents), documents)
     assert isinstance(dense, torch.Tensor)
     assert isinstance(blocks, BlockMask)
+    # every (row, head, query, key)
     places = torch.meshgrid(*(torch.arange(n) for n in (2, 1, SEQ_LEN, 3 * SEQ_LEN)), indexing="ij")
     assert torch.equal(blocks.mask_mod(*places), dense)

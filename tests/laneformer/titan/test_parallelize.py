@@ -36,11 +36,11 @@ def count_saved_values(model, tokens) -> float:
     """Return the distinct float32 values per token that autograd saves in the layers."""
     # not those of the embedding, last norm and head
     weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
-    held = {}
+    tensors = {}
 
     def hold(tensor):
         if tensor.untyped_storage().data_ptr() not in weights:
-            held[tensor.untyped_storage().data_ptr()] = tensor
+            tensors[tensor.untyped_storage().data_ptr()] = tensor
         return tensor
 
     class Stop(Exception):
@@ -53,7 +53,7 @@ def count_saved_values(model, tokens) -> float:
     with torch.autograd.graph.saved_tensors_hooks(hold, lambda t: t), pytest.raises(Stop):
         model(tokens[:, :-1], tokens[:, 1:])
     handle.remove()
-    return sum(t.untyped_storage().nbytes() for t in held.values()) / 4 / tokens[:, 1:].numel()
+    return sum(t.untyped_storage().nbytes() for t in tensors.values()) / 4 / tokens[:, 1:].numel()
 
 
 @pytest.mark.proof
@@ -98,10 +98,10 @@ def backward_products(model, tokens) -> list[int]:
     """Return the matrix products in each layer's backward graph after partitioning, last layer first."""
     products = (torch.ops.aten.bmm.default, torch.ops.aten.mm.default)
     torch._dynamo.reset()
-    found = []
+    counts = []
 
     def count(graph, _):
-        found.append(sum(node.target in products for node in graph.graph.nodes))
+        counts.append(sum(node.target in products for node in graph.graph.nodes))
         return make_boxed_func(graph)
 
     apply_selective_checkpointing(model)
@@ -111,7 +111,7 @@ def backward_products(model, tokens) -> list[int]:
     for layer in model.layers:
         layer.compile(backend=backend, fullgraph=True)
     train(model, tokens)
-    return found
+    return counts
 
 
 @pytest.mark.job

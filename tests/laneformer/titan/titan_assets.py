@@ -73,21 +73,20 @@ def draw_tokens(config, length) -> Tensor:
 
 
 def gradients_of(model) -> Results:
-    named = {
+    gradients = {
         n.replace("_checkpoint_wrapped_module.", ""): p.grad for n, p in model.named_parameters()
     }
-    return {name: gradient for name, gradient in named.items() if gradient is not None}
+    return {name: gradient for name, gradient in gradients.items() if gradient is not None}
 
 
 def train(model, tokens: Tensor) -> Results:
-    """Return a step's losses (B, S) and all gradients."""
     model.zero_grad()
     losses = model(tokens[:, :-1], tokens[:, 1:])
     losses.sum().backward()
     return {"losses": losses.detach(), **gradients_of(model)}
 
 
-def largest_difference(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> float:
-    """Return the largest difference between tensors of the same name, relative to the largest wanted value."""
-    assert found.keys() == wanted.keys()
-    return max(((found[n] - w).abs().max() / w.abs().max()).item() for n, w in wanted.items())
+def largest_difference(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
+    """Return the largest difference of tensors by name, relative to the largest expected value."""
+    assert actual.keys() == expected.keys()
+    return max(((actual[n] - w).abs().max() / w.abs().max()).item() for n, w in expected.items())

@@ -51,7 +51,6 @@ def remove(path: Path) -> bool:
 def remove_oldest(
     files: Iterable[CacheFile], limit_bytes: int, remove: Callable[[Path], bool]
 ) -> None:
-    """Remove the least recently used files until the others are within the limit."""
     ordered = sorted(files)
     total = sum(file.bytes for file in ordered)
     for file in ordered:

@@ -61,7 +61,6 @@ class CpuDecoder(_core.Decoder):
 
     @property
     def draft_head(self) -> DraftHead | None:
-        """The model's own head, where it drafts."""
         if self.draft_model is not None or not self.config.num_nextn_predict_layers:
             return None
         return DraftHead(
@@ -136,13 +135,13 @@ class CpuDecoder(_core.Decoder):
         return super().join(requests)
 
     def collect(self, timeout_s: float) -> list[Collected]:
-        news = [
+        progress = [
             Collected(ticket, first, tokens, scores, ended and Ended(*ended))
             for ticket, first, tokens, scores, ended in super().collect(timeout_s)
         ]
-        if self.prefixes is not None and (news or self.leaves):
+        if self.prefixes is not None and (progress or self.leaves):
             self.prefixes.wake()
-        return news
+        return progress
 
     def close(self) -> None:
         """End all requests and save their prefixes; threads and weights go with the object."""
@@ -188,9 +187,8 @@ def choose_math(math: str, dtype: str, isa: str) -> str:
 
 
 def embedding_dtype(config: LaneformerConfig, tensors: Mapping[str, Tensor], dtype: str) -> str:
-    """Return the dtype of the packed embedding."""
     # rows are read one at a time, so quantised models keep their 16 or 32 bits
     if dtype not in ("int8", "int4", AS_IN_FILE):
         return dtype
-    own = "fp16" if config.tie_word_embeddings else type_of(tensors, EMBEDDING)
-    return "fp16" if own in _core.BLOCKS else own
+    checkpoint_dtype = "fp16" if config.tie_word_embeddings else type_of(tensors, EMBEDDING)
+    return "fp16" if checkpoint_dtype in _core.BLOCKS else checkpoint_dtype

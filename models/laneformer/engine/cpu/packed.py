@@ -61,7 +61,7 @@ class PackedWeights:
             data, header = read_header(path)
             if header["plan"] != plan or not self._is_source_of(header):
                 return False
-            parts = [data[at : at + size] for at, size, _ in header["parts"]]
+            parts = [data[begin : begin + size] for begin, size, _ in header["parts"]]
             sizes = [len(decoder.part(i)) for i in range(decoder.parts)]
             fits = [len(part) for part in parts] == sizes
             # the first start that maps a file compares its hashes, later ones if its inode changed
@@ -121,8 +121,8 @@ class PackedWeights:
             end += -(-len(part) // ALIGNMENT) * ALIGNMENT
         if shutil.disk_usage(path.parent).free < 2 * end:
             raise OSError(f"{end / 1e9:.1f} GB would fill more than half of the free space")
-        if end > (most := read_budget()):
-            raise OSError(f"{end / 1e9:.1f} GB are more than {BUDGET} = {most}")
+        if end > (budget := read_budget()):
+            raise OSError(f"{end / 1e9:.1f} GB are more than {BUDGET} = {budget}")
         text = json.dumps(header).encode()
         assert len(text) + 8 <= ALIGNMENT, "the header outgrew its place"
         # written under another name: no start can map half a file
@@ -131,8 +131,8 @@ class PackedWeights:
             with open(unfinished, "wb") as file:
                 hold(file)
                 file.write(len(text).to_bytes(8, "little") + text)
-                for (at, _, _), part in zip(header["parts"], parts, strict=True):
-                    file.seek(at)
+                for (begin, _, _), part in zip(header["parts"], parts, strict=True):
+                    file.seek(begin)
                     file.write(part.data)
                 file.truncate(end)
             os.replace(unfinished, path)

@@ -50,7 +50,6 @@ def register(source: Path) -> None:
 
 
 def list_packed() -> list[CacheFile]:
-    """Return all packed weights, the least recently used first."""
     files = []
     for directory, source in directories().items():
         for path in directory.glob("*.bin"):

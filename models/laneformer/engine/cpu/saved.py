@@ -49,7 +49,7 @@ class SavedPrefixes:
         self.decoder, self.layout = decoder, Layout(*decoder.kv_layout)
         self.idle_s, self.hits, self.hit_tokens = IDLE_S, 0, 0
         self._loading, self._saving = threading.Lock(), threading.Lock()
-        self._woken, self._closed, self._told = threading.Event(), False, False
+        self._wake_event, self._closed, self._has_warned = threading.Event(), False, False
         try:
             self.folder = SavedFolder(directory, limit_bytes, key, self.layout, decoder.start_in)
         except OSError as error:
@@ -77,10 +77,10 @@ class SavedPrefixes:
             return
         prompt, ids = list(prompt), np.array(prompt[:most], np.int32)
         with self._loading:
-            while (found := self.folder.best(ids)) is not None:
-                file, start = found
-                there = self.decoder.reusable(prompt, most)
-                if start < there + WORTH_LOADING:
+            while (candidate := self.folder.best(ids)) is not None:
+                file, start = candidate
+                in_pool = self.decoder.reusable(prompt, most)
+                if start < in_pool + WORTH_LOADING:
                     return
                 try:
                     pages = self.decoder.new_pages()
@@ -94,19 +94,19 @@ class SavedPrefixes:
                 if self.decoder.adopt(
                     pages, prefix.ids[:start].tolist(), prefix.starts, prefix.dropped
                 ):
-                    self.hits, self.hit_tokens = self.hits + 1, self.hit_tokens + start - there
+                    self.hits, self.hit_tokens = self.hits + 1, self.hit_tokens + start - in_pool
                     with contextlib.suppress(OSError):
                         os.utime(file.path)
                 return
 
     def wake(self) -> None:
-        self._woken.set()
+        self._wake_event.set()
 
     def close(self) -> None:
         if self._closed:
             return
         self._closed = True
-        self._woken.set()
+        self._wake_event.set()
         self._thread.join()
         while self._save(_core.Save.all):
             pass
@@ -116,27 +116,27 @@ class SavedPrefixes:
         # saving must not slow requests: the lowest priority, of this thread alone
         if sys.platform == "linux":
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
-        grown = False
+        may_have_grown = False
         while not self._closed:
-            woken = self._woken.wait(self.idle_s if grown else None)
-            self._woken.clear()
+            is_woken = self._wake_event.wait(self.idle_s if may_have_grown else None)
+            self._wake_event.clear()
             if self.decoder.leaves:
                 self._save(_core.Save.leaving)
-            elif not woken:
+            elif not is_woken:
                 while (
                     not self._closed and not self.decoder.running and self._save(_core.Save.grown)
                 ):
                     pass
-            grown = woken
+            may_have_grown = is_woken
 
-    def _save(self, what: _core.Save) -> bool:
+    def _save(self, kind: _core.Save) -> bool:
         """Save one prefix; return False where there was none, or saving failed."""
         with self._saving:
-            found = self.decoder.begin_saving(what)
-            if found is None:
+            job = self.decoder.begin_saving(kind)
+            if job is None:
                 return False
-            cache, ids, starts, dropped = found
-            part, done, prefix = None, False, Prefix(ids, starts, dropped)
+            cache, ids, starts, dropped = job
+            part, is_saved, prefix = None, False, Prefix(ids, starts, dropped)
             read = functools.partial(self.decoder.segment, cache)
             # no fsync: what a crash leaves is found like any other damage
             try:
@@ -147,41 +147,41 @@ class SavedPrefixes:
                     prefix,
                     self.layout,
                     read,
-                    functools.partial(self._yield, what),
+                    functools.partial(self._give_way, kind),
                 )
-                done = True
+                is_saved = True
             except Interrupted:
                 pass
             except OSError as error:
-                done = isinstance(error, TooLarge)  # not tried again before it grows
-                self._tell(f"prefixes cannot be saved in {self.folder.directory}: {error}")
+                is_saved = isinstance(error, TooLarge)  # not tried again before it grows
+                self._warn_once(f"prefixes cannot be saved in {self.folder.directory}: {error}")
             finally:
-                whole = self.decoder.saved(done)
+                is_complete = self.decoder.saved(is_saved)
                 if part is not None:
-                    self._end(part, prefix if whole else None)
-            return done
+                    self._end(part, prefix if is_complete else None)
+            return is_saved
 
     def _end(self, part: Path, prefix: Prefix | None) -> None:
         try:
             if prefix is not None:
                 self.folder.publish(part, prefix)
-                self._told = False
+                self._has_warned = False
             part.unlink(missing_ok=True)
         except OSError as error:
-            self._tell(f"{part} cannot be kept: {error}")
+            self._warn_once(f"{part} cannot be kept: {error}")
 
-    def _yield(self, what: _core.Save, took_s: float) -> None:
+    def _give_way(self, kind: _core.Save, took_s: float) -> None:
         # between two pieces
-        if what == _core.Save.grown and self.decoder.running and not self._closed:
+        if kind == _core.Save.grown and self.decoder.running and not self._closed:
             raise Interrupted
-        if what == _core.Save.leaving and self.decoder.running and not self._closed:
+        if kind == _core.Save.leaving and self.decoder.running and not self._closed:
             time.sleep(took_s)
 
-    def _tell(self, why: object) -> None:
+    def _warn_once(self, why: object) -> None:
         # once, until files can be written again
-        if not self._told:
+        if not self._has_warned:
             log.warning("%s; they are computed again after a restart", why)
-        self._told = True
+        self._has_warned = True
 
 
 def max_reusable(request: Request) -> int:
@@ -198,12 +198,12 @@ def model_key(
     tensors: Mapping[str, Tensor],
 ) -> str:
     """Return a hash of everything that decides the bits of keys and values."""
-    packed = (EMBEDDING, HEAD, *(f"{matrix}.weight" for matrix in (*MATRICES, ROUTER)))
+    packed_suffixes = (EMBEDDING, HEAD, *(f"{matrix}.weight" for matrix in (*MATRICES, ROUTER)))
     others: Sequence[str] = [
-        name for name in sorted(config.tensor_shapes()) if not name.endswith(packed)
+        name for name in sorted(config.tensor_shapes()) if not name.endswith(packed_suffixes)
     ]
     # other models, and other builds of the engine, may use the same directory
-    known: dict[str, Any] = {
+    key_inputs: dict[str, Any] = {
         "format": FORMAT_VERSION,
         "config": config.to_dict(),
         "arithmetic": [decoder.isa, *arithmetic],
@@ -213,4 +213,4 @@ def model_key(
         ],
         "engine": _core.content_hash(np.fromfile(_core.__file__, np.uint8)),
     }
-    return hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()
+    return hashlib.sha256(json.dumps(key_inputs, sort_keys=True).encode()).hexdigest()

@@ -33,8 +33,6 @@ class Damaged(ValueError):
 
 @dataclass(frozen=True)
 class Layout:
-    """The layout of a decoder's caches."""
-
     position_bytes: int
     page: int  # positions that are kept or dropped together
     # of each segment: its layer has a window
@@ -48,8 +46,8 @@ class Layout:
         for segment, windowed in enumerate(self.windowed):
             for run in windowed_runs if windowed else [(0, positions)]:
                 first, end = (position * self.position_bytes for position in run)
-                for at in range(first, end, PIECE_BYTES):
-                    pieces.append((segment, at, min(at + PIECE_BYTES, end)))
+                for begin in range(first, end, PIECE_BYTES):
+                    pieces.append((segment, begin, min(begin + PIECE_BYTES, end)))
         return pieces
 
 
@@ -65,10 +63,9 @@ class Prefix:
     dropped: np.ndarray
 
     def count_shared(self, ids: np.ndarray) -> int:
-        """Return the number of leading ids in common."""
-        most = min(len(self.ids), len(ids))
-        other = np.flatnonzero(self.ids[:most] != ids[:most])
-        return int(other[0]) if len(other) else most
+        length = min(len(self.ids), len(ids))
+        different = np.flatnonzero(self.ids[:length] != ids[:length])
+        return int(different[0]) if len(different) else length
 
 
 def write(
@@ -122,20 +119,20 @@ class SavedFile:
 
     def fill(self, positions: int, segment: Callable[[int], np.ndarray]) -> None:
         """Read keys and values of the first positions into segments; Damaged where a hash differs."""
-        at = 0
+        offset = 0
         needed = -(-positions // BLOCK) * BLOCK * self.layout.position_bytes
         with open(self.path, "rb") as file:
             for (index, first, end), digest in self.pieces:
                 if first < needed:
                     # hashed in the cache's own memory: nothing can change between check and use
                     piece = segment(index)[first:end]
-                    file.seek(at)
+                    file.seek(offset)
                     if (
                         file.readinto(piece.data) != len(piece)
                         or _core.content_hash(piece) != digest
                     ):
                         raise Damaged("its keys or values are not those that were written")
-                at += end - first
+                offset += end - first
 
 
 def read_header(file: IO[bytes], size: int) -> dict[str, Any]:

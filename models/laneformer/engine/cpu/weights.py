@@ -77,18 +77,18 @@ def layer_prefixes(config: LaneformerConfig) -> list[str]:
 
 def check_dtypes(config: LaneformerConfig, tensors: Mapping[str, Tensor], dtype: str) -> None:
     """Raise ValueError where layers' dtypes differ; warn where head or embedding lose digits."""
-    own = (EMBEDDING, head_of(config))
+    exempt_names = (EMBEDDING, head_of(config))
     matrices = tuple(f"{matrix}.weight" for matrix in MATRICES)
     for name in config.tensor_shapes():
-        if name not in own and not name.endswith(matrices):
+        if name not in exempt_names and not name.endswith(matrices):
             continue
-        other = type_of(tensors, name)
-        if other != dtype and name not in own:
+        tensor_dtype = type_of(tensors, name)
+        if tensor_dtype != dtype and name not in exempt_names:
             raise ValueError(
-                f"dtype = 'auto': {name} is {other} and {FIRST_MATRIX} is {dtype}; choose a dtype"
+                f"dtype = 'auto': {name} is {tensor_dtype} and {FIRST_MATRIX} is {dtype}; choose a dtype"
             )
-        if other != dtype != "fp32":
+        if tensor_dtype != dtype != "fp32":
             warnings.warn(
-                f"{name} is {other} and becomes {dtype}, the layers' dtype; or choose 'fp32'",
+                f"{name} is {tensor_dtype} and becomes {dtype}, the layers' dtype; or choose 'fp32'",
                 stacklevel=2,
             )

@@ -96,7 +96,7 @@ def shares(
     tokens_per_s: float,
     bytes_per_token: float,
     probe: float,
-    stated: float | None,
+    datasheet: float | None,
     gpus: int,
     layers: int,
 ) -> dict[str, float | None]:
@@ -104,12 +104,12 @@ def shares(
 
     Args:
         probe: Measured bandwidth of all GPUs, bytes/s.
-        stated: The maker's bandwidth of one GPU, bytes/s.
+        datasheet: The maker's bandwidth of one GPU, bytes/s.
     """
     rate = bytes_per_token * tokens_per_s
     return {
         "percent_of_probe": 100 * rate / probe,
-        "percent_of_datasheet": None if stated is None else 100 * rate / (gpus * stated),
+        "percent_of_datasheet": None if datasheet is None else 100 * rate / (gpus * datasheet),
         "exposed_us_per_layer": 1e6 * (1 / tokens_per_s - bytes_per_token / probe) / layers,
     }
 
@@ -128,9 +128,9 @@ def arrivals(executor: CudaExecutor, prompt: list[int], tokens: int, **options: 
     """
     times: list[float] = []
     executor.schedule.join([Request(prompt, tokens, **options)])
-    while news := executor.schedule.collect(LONGEST_S):
-        for _, _, new, _, ended in news:
-            times += [time.perf_counter()] * len(new)
+    while progress := executor.schedule.collect(LONGEST_S):
+        for _, _, tokens_arrived, _, ended in progress:
+            times += [time.perf_counter()] * len(tokens_arrived)
             if ended and ended[1] is not None:
                 raise ended[1]
             if ended:

@@ -51,27 +51,27 @@ def compile_cubin(
         sorted(folder.glob(suffix)) for folder, suffix in patterns
     )
     included = b"".join(path.read_bytes() for path in sources)
-    decides = repr((source, architecture, OPTIONS, compiler.version)).encode() + included
+    cache_key = repr((source, architecture, OPTIONS, compiler.version)).encode() + included
     folder = cache or user_cache() / "cubins"
     name = f"{version}-{architecture}-nvrtc{compiler.version[0]}.{compiler.version[1]}"
-    cached = folder / f"{name}-{hashlib.sha256(decides).hexdigest()[:20]}.cubin"
+    cached = folder / f"{name}-{hashlib.sha256(cache_key).hexdigest()[:20]}.cubin"
     if cached.is_file():
         return cached.read_bytes()
     try:
-        compiled = compiler.compile(source, architecture, INCLUDES)
+        cubin = compiler.compile(source, architecture, INCLUDES)
     except RuntimeError as error:
         raise RuntimeError(
             f"the {version} kernels do not compile for {architecture}: {error}"
         ) from None
-    keep(cached, compiled)
-    return compiled
+    store_cubin(cached, cubin)
+    return cubin
 
 
-def keep(path: Path, content: bytes) -> None:
+def store_cubin(path: Path, cubin: bytes) -> None:
     unfinished = path.with_suffix(f".{os.getpid()}.part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished.write_bytes(content)
+        unfinished.write_bytes(cubin)
         # whole or not at all
         os.replace(unfinished, path)
     except OSError:

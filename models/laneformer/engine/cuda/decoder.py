@@ -103,9 +103,9 @@ class CudaDecoder:
         return self.executor.schedule.failure or None
 
     @property
-    def unanswered(self) -> bool:
+    def has_hung(self) -> bool:
         """Return whether the GPU no longer answers; the process then cannot end in an orderly way."""
-        return self.executor.unanswered
+        return self.executor.has_hung
 
     def leave(self, ticket: int) -> None:
         self.executor.schedule.leave(ticket)
@@ -153,7 +153,7 @@ def make_passes(
     return DECODERS["graph"](config, tensors, dtype, devices, cache_bytes=cache_bytes)
 
 
-def build_ended(statistics: dict[str, int], error: Exception | None, *left: Any) -> Ended:
+def build_ended(statistics: dict[str, int], error: Exception | None, *results: Any) -> Ended:
     # a failure of the executor is no mistake of the caller
-    failed = RequestFailed(str(error)) if isinstance(error, RuntimeError) else error
-    return Ended(statistics, failed, *left)
+    reported_error = RequestFailed(str(error)) if isinstance(error, RuntimeError) else error
+    return Ended(statistics, reported_error, *results)

@@ -29,10 +29,10 @@ class CudaExecutor:
     """Run passes in a thread that sleeps where nothing can run, and ends with this object.
 
     An error of the GPU ends all requests, and no further one can join: nothing in device memory can be
-    trusted. `unanswered`: whether a launch has never ended.
+    trusted. `has_hung`: whether a launch has never ended.
     """
 
-    unanswered = False
+    has_hung = False
 
     def __init__(self, passes: PassDecoder):
         self.passes: PassDecoder | None = passes
@@ -53,10 +53,10 @@ class CudaExecutor:
         self._logits = torch.empty(shape, device=passes.caches.memories[0].device)
         arguments = self.schedule, weakref.ref(self)
         thread = threading.Thread(
-            target=serve, args=arguments, name="laneformer-passes", daemon=True
+            target=run_when_woken, args=arguments, name="laneformer-passes", daemon=True
         )
         thread.start()
-        weakref.finalize(self, end, self.schedule, thread)
+        weakref.finalize(self, close_schedule, self.schedule, thread)
 
     def close(self) -> None:
         self.schedule.close()
@@ -68,7 +68,7 @@ class CudaExecutor:
             while (plan := self.schedule.next(**results)) is not None:
                 results = self._pass(self.passes, plan)
         except Exception as error:
-            self.unanswered = isinstance(error, Unanswered)
+            self.has_hung = isinstance(error, Unanswered)
             reason = str(error).partition("\n")[0]  # torch's has advice for developers below
             self.schedule.fail(
                 f"the GPU has failed, and with it all requests: {reason or type(error).__name__}"
@@ -97,15 +97,15 @@ class CudaExecutor:
 
     def _read(self, passes: PassDecoder, plan: _core.Pass) -> dict[str, Any]:
         piece, start = self.schedule.piece(), plan.start
-        ids, at = piece.ids, piece.first_row
+        ids, row = piece.ids, piece.first_row
         try:
-            for logits in passes.read(ids[: plan.piece], start.cache, start.position, at):
+            for logits in passes.read(ids[: plan.piece], start.cache, start.position, row):
                 if piece.keeps_logits:
-                    self.schedule.keep_logits(at, logits.cpu().numpy())
-                scored = ids[at + 1 - start.position :][: len(logits)]
-                scores = scores_of(logits[: len(scored)], scored, piece.top)
-                self.schedule.score(at, *(values.numpy() for values in scores))
-                at += len(logits)
+                    self.schedule.keep_logits(row, logits.cpu().numpy())
+                targets = ids[row + 1 - start.position :][: len(logits)]
+                scores = scores_of(logits[: len(targets)], targets, piece.top)
+                self.schedule.score(row, *(values.numpy() for values in scores))
+                row += len(logits)
         except torch.OutOfMemoryError as error:
             return {"error": f"the GPU has no memory for this request: {error}"}
         return {}
@@ -128,7 +128,7 @@ def column_of(column: _core.Column, draw: _core.Draw) -> Column:
     return Column(column.token, column.position, column.cache, 0, len(stops), tuple(stops), rule)
 
 
-def end(schedule: _core.Schedule, thread: threading.Thread) -> None:
+def close_schedule(schedule: _core.Schedule, thread: threading.Thread) -> None:
     """Close the schedule and wait for its thread, which must not outlive what it calls."""
     schedule.close()
     if thread is not threading.current_thread():
@@ -136,14 +136,13 @@ def end(schedule: _core.Schedule, thread: threading.Thread) -> None:
     schedule.fail("the engine on the GPU is closed")  # whoever still waits
 
 
-def serve(schedule: _core.Schedule, executor: weakref.ref[CudaExecutor]) -> None:
-    """Run the executor whenever the schedule wakes this thread."""
+def run_when_woken(schedule: _core.Schedule, executor_ref: weakref.ref[CudaExecutor]) -> None:
     # a weak reference: the executor may be dropped while this sleeps
     while schedule.wait():
-        if (awake := executor()) is None:
+        if (executor := executor_ref()) is None:
             return
-        awake.run()
-        del awake
-    if (closed := executor()) is not None:
-        closed.passes = None
+        executor.run()
+        del executor
+    if (executor := executor_ref()) is not None:
+        executor.passes = None
         torch.cuda.empty_cache()

@@ -101,15 +101,16 @@ class Kernels:
         from cuda.bindings import driver
 
         threads, shared = self.geometry.threads, self.geometry.shared_bytes
-        function, there = driver.CUfunction(int(self._kernel(name))), self.machine.multiprocessors
+        function = driver.CUfunction(int(self._kernel(name)))
+        available = self.machine.multiprocessors
         with torch.cuda.device(self.device):
-            each = check(
+            blocks_each = check(
                 driver.cuOccupancyMaxActiveBlocksPerMultiprocessor(function, threads, shared)
             )
-        if each * there < launches * self.geometry.blocks:
+        if blocks_each * available < launches * self.geometry.blocks:
             raise NotResident(
                 f"{launches * self.geometry.blocks} blocks of {threads} threads and {shared} bytes of shared memory "
-                f"have to run at once, and {there} multiprocessors hold {each} each"
+                f"have to run at once, and {available} multiprocessors hold {blocks_each} each"
             )
 
     def _kernel(self, name: str) -> Any:

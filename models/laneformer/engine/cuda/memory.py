@@ -1,6 +1,8 @@
 """What one GPU holds: tapes, tables, keys and values, and the words that its blocks exchange.
 
 Everything is a torch tensor on one device, so tests can hold the same memory on the CPU.
+
+    L lanes   D hidden   d head dimension
 """
 
 from __future__ import annotations
@@ -111,9 +113,12 @@ class DeviceMemory:
             if not any(running) or arrived != running:
                 break
             rows.append(
-                [word & TOKEN_BITS if on else -1 for word, on in zip(words, running, strict=True)]
+                [
+                    word & TOKEN_BITS if runs else -1
+                    for word, runs in zip(words, running, strict=True)
+                ]
             )
-            running = [on and not word & ENDS for word, on in zip(words, running, strict=True)]
+            running = [runs and not word & ENDS for word, runs in zip(words, running, strict=True)]
         return rows
 
     def reset_words(self) -> None:
@@ -128,7 +133,6 @@ class DeviceMemory:
         return int(tape_starts(self.geometry)[-1]) + self.scales.nbytes
 
     def arguments(self, inboxes: Sequence[torch.Tensor], limit_s: float = 10.0) -> Any:
-        """Return the argument of launches, with an empty order."""
         p = decode_structure(self.geometry.devices)()
         p.weights = Weights(*(getattr(self, name).data_ptr() for name in WEIGHTS))
         for name in ("lane_words", "aborted", "report", "cancel", "picks", "graph"):
@@ -193,19 +197,19 @@ def lane_matrices(
     head = EMBEDDING if geometry.config.tie_word_embeddings else HEAD
     names = [head] if op == "head" else [f"layers.{layer}.{name}.weight" for name in PARTS[op]]
     parts = [read_matrix(geometry, tensors, name) for name in names]
-    return [join_parts(op, [part[lanes] for part in of_all]) for of_all in zip(*parts, strict=True)]
+    return [join_parts(op, [part[lanes] for part in group]) for group in zip(*parts, strict=True)]
 
 
 def read_matrix(
     geometry: Geometry, tensors: Mapping[str, Tensor], name: str
 ) -> tuple[torch.Tensor, ...]:
     """Return numbers (L, rows, columns), and with 8 bits scales (L, rows)."""
-    eight = geometry.dtype == "int8"
-    values = finite(tensors, name, torch.float32 if eight else TORCH_TYPES[geometry.dtype])
+    quantizes = geometry.dtype == "int8"
+    values = finite(tensors, name, torch.float32 if quantizes else TORCH_TYPES[geometry.dtype])
     if name in (HEAD, EMBEDDING):  # rows of zeros fill up the last tile
         values = values.view(geometry.config.head_shape)
         values = torch.nn.functional.pad(values, (0, 0, 0, -values.shape[1] % TILE))
-    return quantize(values) if eight else (values,)
+    return quantize(values) if quantizes else (values,)
 
 
 def as_torch(tensor: Tensor) -> torch.Tensor:

@@ -1,8 +1,4 @@
-"""Find NVIDIA's run-time compilers, and the newest one whose code the driver loads.
-
-NVRTC 13 writes machine code (ELF ABI 8) that drivers for CUDA 12 do not load. The calls are NVRTC's C
-interface (nvrtc.h).
-"""
+"""Find NVIDIA's run-time compilers, and the newest one whose code the driver loads."""
 
 from __future__ import annotations
 
@@ -64,11 +60,11 @@ class Nvrtc:
         finally:
             self._library.nvrtcDestroyProgram(c.byref(program))
 
-    def _get(self, what: str, program: c.c_void_p) -> bytes:
+    def _get(self, name: str, program: c.c_void_p) -> bytes:
         size = c.c_size_t()
-        getattr(self._library, f"nvrtcGet{what}Size")(program, c.byref(size))
+        getattr(self._library, f"nvrtcGet{name}Size")(program, c.byref(size))
         content = c.create_string_buffer(size.value)
-        getattr(self._library, f"nvrtcGet{what}")(program, content)
+        getattr(self._library, f"nvrtcGet{name}")(program, content)
         return content.raw
 
 
@@ -104,11 +100,12 @@ def compiler_for(architecture: str, driver: int | None) -> Nvrtc:
     """
     number = int("".join(filter(str.isdigit, architecture)))
     for compiler in compilers():
+        # NVRTC 13 writes machine code (ELF ABI 8) that drivers for CUDA 12 do not load
         if (
             driver is None or compiler.version[0] <= driver // 1000
         ) and number in compiler.architectures:
             return compiler
-    there = ", ".join(
+    installed = ", ".join(
         f"{major}.{minor}" for major, minor in (compiler.version for compiler in compilers())
     )
     limit = (
@@ -120,6 +117,6 @@ def compiler_for(architecture: str, driver: int | None) -> Nvrtc:
         "nvidia-cuda-nvrtc-cu12" if driver is not None and driver < 13000 else "nvidia-cuda-nvrtc"
     )
     raise RuntimeError(
-        f"no compiler (NVRTC) here fits {architecture}{limit}; installed: {there or 'none'}: "
+        f"no compiler (NVRTC) here fits {architecture}{limit}; installed: {installed or 'none'}: "
         f"pip install --upgrade {package}"
     )

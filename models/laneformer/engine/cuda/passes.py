@@ -41,35 +41,39 @@ LATE_S = 1.0  # a kernel that gives up a wait by itself says who waited for what
 LAUNCH_S = 1.0  # of a launch at most: the driver of a GPU with a display ends one after 2 s or more
 
 
-def sequences_in(free: int, geometry: Geometry, cache_bytes: int | None) -> int:
-    """Return the KV capacity in sequences, given `free` bytes of device memory before any allocation.
+def sequences_in(free_bytes: int, geometry: Geometry, cache_bytes: int | None) -> int:
+    """Return the KV capacity in sequences, of device memory with `free_bytes` before any allocation.
 
     Raises:
         ValueError: The columns alone do not fit.
     """
     config, columns, lanes = geometry.config, geometry.columns, geometry.lanes_per_device
-    tiles, each = int(tape_starts(geometry)[-1]), 2 * lanes * geometry.kv_lane
+    tape_bytes, sequence_bytes = int(tape_starts(geometry)[-1]), 2 * lanes * geometry.kv_lane
     words = 8 * columns * (lanes * geometry.lane_words + geometry.inbox_words)
-    needed = tiles + 2 * config.vocab_size * config.hidden_size + words + columns * each
-    if needed > free:
+    needed = (
+        tape_bytes + 2 * config.vocab_size * config.hidden_size + words + columns * sequence_bytes
+    )
+    if needed > free_bytes:
         raise ValueError(
-            f"a pass of {columns} columns needs {needed / 1e9:.1f} GB, {tiles / 1e9:.1f} of them for weights; "
-            f"the GPU has {free / 1e9:.1f} GB free; use a smaller context_tokens or more GPUs"
+            f"a pass of {columns} columns needs {needed / 1e9:.1f} GB, {tape_bytes / 1e9:.1f} of them for weights; "
+            f"the GPU has {free_bytes / 1e9:.1f} GB free; use a smaller context_tokens or more GPUs"
         )
     # one sequence for each column; cached ones get a quarter of the remainder, or `cache_bytes`
-    spare = (free - needed) // 4 if cache_bytes is None else min(cache_bytes, free - needed)
-    return columns + min(MAX_CACHES - columns, spare // each)
+    cache_room_bytes = (
+        (free_bytes - needed) // 4 if cache_bytes is None else min(cache_bytes, free_bytes - needed)
+    )
+    return columns + min(MAX_CACHES - columns, cache_room_bytes // sequence_bytes)
 
 
 def fit_builds(
-    builds: list[Geometry], free: int, cache_bytes: int | None
+    builds: list[Geometry], free_bytes: int, cache_bytes: int | None
 ) -> tuple[list[Geometry], int]:
     """Return the builds whose columns fit, and the KV capacity in sequences."""
     while len(builds) > 1:
         with contextlib.suppress(ValueError):
-            return builds, sequences_in(free, builds[-1], cache_bytes)
+            return builds, sequences_in(free_bytes, builds[-1], cache_bytes)
         builds = builds[:-1]
-    return builds, sequences_in(free, builds[-1], cache_bytes)
+    return builds, sequences_in(free_bytes, builds[-1], cache_bytes)
 
 
 class PassDecoder:
@@ -129,8 +133,8 @@ class PassDecoder:
         self.kernels = [
             [Kernels(self.version, g, d, shared) for d in self.devices] for g in self.builds
         ]
-        for of_build in self.kernels:
-            for kernels in of_build:
+        for build_kernels in self.kernels:
+            for kernels in build_kernels:
                 kernels.require_resident("pass", self._sharing)
                 kernels.load("pass")
 
@@ -153,18 +157,20 @@ class PassDecoder:
             (row,) = self.run([Column(single[-1] if single else 0, position, 0)])
             pass_s = time.monotonic() - start_s
             single += row
-        most = min(PASSES_PER_LAUNCH - 1, int(LAUNCH_S / pass_s))
+        count = min(PASSES_PER_LAUNCH - 1, int(LAUNCH_S / pass_s))
         try:
-            rows = self.run([column], most)
-            right = len(rows) == 1 + most and [token for (token,) in rows][:3] == single[: 1 + most]
+            rows = self.run([column], count)
+            agrees = (
+                len(rows) == 1 + count and [token for (token,) in rows][:3] == single[: 1 + count]
+            )
             reason = "they give other tokens"
         except RequestFailed as error:
             if isinstance(error, Unanswered):
                 raise
-            right, reason = False, str(error)
-        if not right:
+            agrees, reason = False, str(error)
+        if not agrees:
             warnings.warn(f"a launch makes one pass, as several fail: {reason}", stacklevel=6)
-        return most * right
+        return count * agrees
 
     @functools.cached_property
     def tape_model(self) -> TapeModel:
@@ -204,17 +210,17 @@ class PassDecoder:
                 "passes ahead are of one column a sequence, without logits, which are the host's affair after each "
                 "pass; use ahead = 0"
             )
-        memory, more = self.memories[0], min(ahead, len(self.memories[0].picks) - 1)
-        if memory.epoch + more > LAST_EPOCH // self.config.num_hidden_layers:
+        memory, ahead_passes = self.memories[0], min(ahead, len(self.memories[0].picks) - 1)
+        if memory.epoch + ahead_passes > LAST_EPOCH // self.config.num_hidden_layers:
             self._reset_words()
-        first, arguments = memory.epoch, self._arguments(columns, more, logits)
+        first_epoch, arguments = memory.epoch, self._arguments(columns, ahead_passes, logits)
         self._launch(arguments)
-        for _ in self._until_done(1 + more):
-            if look is not None and look(memory.read_picks(first, len(columns))):
+        for _ in self._until_done(1 + ahead_passes):
+            if look is not None and look(memory.read_picks(first_epoch, len(columns))):
                 memory.cancel.fill_(1)  # its first block tells the others
         self._end_hang()
         # -1 after a column's stop id or its `left`-th token; a launch ends when all columns have
-        rows = memory.read_picks(first, len(columns))
+        rows = memory.read_picks(first_epoch, len(columns))
         self.passes += len(rows)
         return rows
 
@@ -257,9 +263,9 @@ class PassDecoder:
 
     def _launch(self, arguments: Sequence[Any]) -> None:
         kernels = self.kernels[self.build_for(arguments)]
-        for of_device, argument, stream in zip(kernels, arguments, self._streams, strict=True):
-            with torch.cuda.device(of_device.device), torch.cuda.stream(stream):
-                of_device.launch("pass", argument)
+        for device_kernels, argument, stream in zip(kernels, arguments, self._streams, strict=True):
+            with torch.cuda.device(device_kernels.device), torch.cuda.stream(stream):
+                device_kernels.launch("pass", argument)
 
     def build_for(self, arguments: Sequence[Any]) -> int:
         """Return the index of the smallest build that holds the columns."""

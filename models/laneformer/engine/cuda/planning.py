@@ -61,22 +61,24 @@ def plan(
             f"{lanes} lanes need {lanes} multiprocessors, this GPU has {count}; use more GPUs"
         )
     blocks, activations = blocks_per_lane or count // lanes, half if dtype == "int8" else dtype
-    most = MAX_TILE_WARPS // resident
+    max_warps = MAX_TILE_WARPS // resident
     if config.head_dim >= LARGE_HEAD:
-        most = min(most, LARGE_HEAD_WARPS)
+        max_warps = min(max_warps, LARGE_HEAD_WARPS)
     # sums over a block depend on its warps, so both versions give the same bits with as many
-    warp_counts = [warps] if warps else [n for n in WARPS if n <= most]
-    cuts = list[Geometry]()
+    warp_counts = [warps] if warps else [n for n in WARPS if n <= max_warps]
+    candidates = list[Geometry]()
     for n, size in itertools.product(warp_counts, [chunk_bytes] if chunk_bytes else CHUNK_BYTES):
-        bare = Geometry(config, dtype, blocks, n, size, 0, devices, columns, activations)
-        check_matrices(bare)
-        left = machine.shared_bytes_per_block(resident) - bare.shared_bytes
-        cuts.append(dataclasses.replace(bare, chunks=min(MAX_CHUNKS, left // (n * (size + 8)))))
-        if cuts[-1].chunks >= 2:
-            return cuts[-1]
+        ringless = Geometry(config, dtype, blocks, n, size, 0, devices, columns, activations)
+        check_matrices(ringless)
+        free_bytes = machine.shared_bytes_per_block(resident) - ringless.shared_bytes
+        candidates.append(
+            dataclasses.replace(ringless, chunks=min(MAX_CHUNKS, free_bytes // (n * (size + 8))))
+        )
+        if candidates[-1].chunks >= 2:
+            return candidates[-1]
     raise ValueError(
         f"{machine.shared_bytes_per_block(resident)} bytes of shared memory a block are too few for a ring of two "
-        f"chunks: {min(cut.fixed_shared_bytes for cut in cuts)} go to activations; use another GPU or the CPU engine"
+        f"chunks: {min(g.fixed_shared_bytes for g in candidates)} go to activations; use another GPU or the CPU engine"
     )
 
 
@@ -98,9 +100,9 @@ def plan_builds(
         return [build()]
     warps = build(columns=1).warps
     # skip counts of columns that leave fewer than half of one column's warps
-    for most in MOST_COLUMNS:
+    for columns in MOST_COLUMNS:
         with contextlib.suppress(ValueError):
-            last = build(columns=most)
+            last = build(columns=columns)
             if (
                 2 * last.warps >= warps
                 and last.warps * last.chunks * last.chunk_bytes >= MIN_RING_BYTES

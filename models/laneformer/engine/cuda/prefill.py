@@ -2,6 +2,8 @@
 
 The weights come from the tapes (tape_model.py). The arithmetic is that of the Hugging Face model in
 16 bits.
+
+    S query positions   T key positions   L lanes   D hidden   K KV heads   d head dimension   V vocabulary
 """
 
 from __future__ import annotations
@@ -64,9 +66,9 @@ class DeviceCache:
     def _read(self, memory: DeviceMemory, layer: int) -> torch.Tensor:
         split, slot, start = self._places(memory, layer, 0, self.length)
         kv = memory.kv_layer(layer)
-        there = kv[:, :, split, slot].permute(3, 0, 1, 2, 4).flatten(1, 2)  # (2, K, positions, d)
+        heads = kv[:, :, split, slot].permute(3, 0, 1, 2, 4).flatten(1, 2)  # (2, K, positions, d)
         # positions that have left a window's ring read as zeros, which the masks hide
-        return F.pad(there, (0, 0, start, 0)).view(TORCH_TYPES[memory.geometry.half])
+        return F.pad(heads, (0, 0, start, 0)).view(TORCH_TYPES[memory.geometry.half])
 
 
 @torch.inference_mode()
@@ -113,13 +115,14 @@ def scores_of(
         logits: (n, V).
     """
     logprobs = logits.log_softmax(-1)
-    own = logprobs.gather(
+    target = logprobs.gather(
         1, torch.tensor(targets, dtype=torch.int64, device=logits.device)[:, None]
     )[:, 0]
     # a stable sort puts the lowest of equally likely ids first, which topk does not promise
     likeliest = (
         logits.sort(dim=-1, descending=True, stable=True).indices[:, :top]
         if top
-        else own[:, None][:, :0].long()
+        else target[:, None][:, :0].long()
     )
-    return own.cpu(), likeliest.flatten().int().cpu(), logprobs.gather(1, likeliest).flatten().cpu()
+    tops = logprobs.gather(1, likeliest).flatten()
+    return target.cpu(), likeliest.flatten().int().cpu(), tops.cpu()

@@ -98,16 +98,16 @@ class TapeModel:
 
     def _read_matrix(self, op: str, layer: int, matrix: torch.Tensor) -> None:
         for i, memory in enumerate(self._memories):
-            own = matrix.split(self._geometry.lanes_per_device)[i]
+            lanes = matrix.split(self._geometry.lanes_per_device)[i]
             # about 16 bytes are moved for a weight of two: 36 GB for `2b`, 10 ms on an H200
             # (calculated)
             segments = memory.tapes.view(-1, SEGMENT_BYTES // self._geometry.number_bytes)
-            taped = segments.index_select(0, self._segments[i][op, layer]).view(len(own), -1)
-            numbers = taped.index_select(1, self._numbers[i][op]).view(own.shape)
+            taped = segments.index_select(0, self._segments[i][op, layer]).view(len(lanes), -1)
+            numbers = taped.index_select(1, self._numbers[i][op]).view(lanes.shape)
             if self._scales:
-                own.copy_(dequantize(numbers, self._scales[i][op, layer].view(own.shape[:2])))
+                lanes.copy_(dequantize(numbers, self._scales[i][op, layer].view(lanes.shape[:2])))
             else:
-                own.copy_(numbers.view(self.dtype))
+                lanes.copy_(numbers.view(self.dtype))
 
 
 def scales_of(geometry: Geometry, memory: DeviceMemory) -> dict[tuple[str, int], torch.Tensor]:

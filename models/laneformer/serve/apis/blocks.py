@@ -128,10 +128,10 @@ def select_tools(kind: str) -> AfterValidator:
     def leave_out_others(tools: list[dict[str, Any]], info: ValidationInfo) -> list[dict[str, Any]]:
         reading: Reading = info.context or STRICTLY
         # Tools of other types run on the servers of the API's maker
-        for other in {str(tool.get("type", kind))[:SHOWN_CHARS]: None for tool in tools}:
-            if other != kind:
-                message = f"tools has one of the type {other!r}; allowed is {kind!r}"
-                reading.pass_over(f"tools[].{other}", message)
+        for unusable in {str(tool.get("type", kind))[:SHOWN_CHARS]: None for tool in tools}:
+            if unusable != kind:
+                message = f"tools has one of the type {unusable!r}; allowed is {kind!r}"
+                reading.pass_over(f"tools[].{unusable}", message)
         return [tool for tool in tools if tool.get("type", kind) == kind]
 
     return AfterValidator(leave_out_others)

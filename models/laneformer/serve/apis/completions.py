@@ -16,8 +16,8 @@ from .openai import OpenAIAnswer, format_completion_logprobs
 class CompletionAnswer(OpenAIAnswer):
     def __init__(self, request: CompletionRequest, context: ServingContext):
         prompts = [encode_prompt(prompt, context) for prompt in request.prompt]
-        wanted = None if request.max_tokens == UNTIL_THE_END else request.max_tokens
-        limit = context.limit_tokens(request, prompts, wanted, "prompt")
+        max_tokens = None if request.max_tokens == UNTIL_THE_END else request.max_tokens
+        limit = context.limit_tokens(request, prompts, max_tokens, "prompt")
         options = None
         if limit:
             defaults = context.completion_defaults
@@ -51,24 +51,24 @@ class CompletionAnswer(OpenAIAnswer):
     def _add_prompt(self, piece: Piece) -> Piece:
         """Return the piece, behind its prompt where the choice begins and the prompt is repeated."""
         echoes = self.request.echo and piece.choice not in self._echoed
-        before, tokens = self._echo(piece) if echoes else ("", [])
-        moved = self._echoed.setdefault(piece.choice, len(before))
-        tokens += [Written(token, moved + offset) for token, offset in piece.tokens]
-        return piece._replace(text=before + piece.text, tokens=tokens)
+        prompt_text, tokens = self._echo(piece) if echoes else ("", [])
+        shift = self._echoed.setdefault(piece.choice, len(prompt_text))
+        tokens += [Written(token, shift + offset) for token, offset in piece.tokens]
+        return piece._replace(text=prompt_text + piece.text, tokens=tokens)
 
     def _echo(self, piece: Piece) -> tuple[str, list[Written]]:
         """Return the prompt as text, and with `logprobs` its tokens."""
         prompt = piece.choice // self.request.n
-        sent = self.request.prompt[prompt]
+        source = self.request.prompt[prompt]
         ids = self.choices.prompts[prompt]
-        text = sent if isinstance(sent, str) else self.context.tokenizer.decode(ids)
+        text = source if isinstance(source, str) else self.context.tokenizer.decode(ids)
         if self.request.logprobs is None:
             return text, []
         # Nothing comes before the first token, so it has no score
         tokens = [GeneratedToken(ids[0])]
-        if (s := piece.scores) is not None:
+        if (scores := piece.scores) is not None:
             tokens += GeneratedToken.attach_scores(
-                ids[1:], (s.logprobs, s.top_ids.ravel(), s.top_logprobs.ravel())
+                ids[1:], (scores.logprobs, scores.top_ids.ravel(), scores.top_logprobs.ravel())
             )
         stream = TextStream(self.context.tokenizer, [])
         offset = 0

@@ -85,13 +85,13 @@ class MessagesRequest(TranslatedRequest):
                 messages.pop()
                 continues = False
         choice = self.tool_choice
-        named = {"type": "function", "function": {"name": choice.name}}
+        named_choice = {"type": "function", "function": {"name": choice.name}}
         return {
             "messages": messages,
             "continue_final_message": continues,
             "add_generation_prompt": not continues,
             "tools": [translate_tool(tool, "input_schema") for tool in self.tools],
-            "tool_choice": CHOICES.get(choice.type, named),
+            "tool_choice": CHOICES.get(choice.type, named_choice),
             "parallel_tool_calls": not choice.disable_parallel_tool_use,
             "reasoning_effort": self.output_config.effort,
             "response_format": self.output_config.format,
@@ -118,7 +118,6 @@ def check_final(turn: Turn) -> None:
 
 
 def translate_turn(turn: Turn) -> list[dict[str, Any]]:
-    """Return the turn as messages of a chat completion."""
     if isinstance(turn.content, str):
         return [{"role": turn.role, "content": turn.content}]
     results = []

@@ -103,14 +103,14 @@ class GenerateRequest(OllamaRequest):
         return [*system, {"role": USER, "content": self.prompt}]
 
 
-def translate_message(sent: Message) -> dict[str, Any]:
-    calls = [call.get("function") or {} for call in sent.tool_calls]
+def translate_message(message: Message) -> dict[str, Any]:
+    calls = [call.get("function") or {} for call in message.tool_calls]
     return {
-        "role": sent.role,
-        "content": sent.content,
-        "reasoning_content": sent.thinking,
-        "name": sent.tool_name,
-        "tool_call_id": sent.tool_call_id,
+        "role": message.role,
+        "content": message.content,
+        "reasoning_content": message.thinking,
+        "name": message.tool_name,
+        "tool_call_id": message.tool_call_id,
         "tool_calls": [
             make_call(None, call.get("name"), json.dumps(call.get("arguments") or {}))
             for call in calls
@@ -237,12 +237,12 @@ def add_routes(endpoints: Endpoints, facts: Mapping[str, Any]) -> None:
         "details": details,
     }
     info = {"general.architecture": "llama", "llama.context_length": context.context_tokens}
-    can = ["completion", "tools"] if facts["chat"] else ["completion"]
+    capabilities = ["completion", "tools"] if facts["chat"] else ["completion"]
     model_card = {
         "modified_at": model["modified_at"],
         "details": details,
         "model_info": info,
-        "capabilities": can,
+        "capabilities": capabilities,
     }
     endpoints.add("/api/chat", ChatRequest, make_answer, any_type=True)
     endpoints.add("/api/generate", GenerateRequest, make_answer, any_type=True)

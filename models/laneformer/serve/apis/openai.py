@@ -46,7 +46,6 @@ class OpenAIAnswer(Answer):
         return write_event(json.dumps(error.format_body())) + DONE
 
     def pieces(self) -> AsyncGenerator[Piece, None]:
-        """Yield the pieces of all choices."""
         raise NotImplementedError
 
     def format_content(self, piece: Piece) -> dict[str, Any]:
@@ -54,7 +53,6 @@ class OpenAIAnswer(Answer):
         raise NotImplementedError
 
     def format_scores(self, piece: Piece) -> dict[str, Any]:
-        """Return the log-probabilities of a piece."""
         raise NotImplementedError
 
     async def whole(self) -> dict[str, Any]:

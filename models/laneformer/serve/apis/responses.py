@@ -77,7 +77,6 @@ class ResponsesRequest(TranslatedRequest):
 
 
 def add_item(item: dict[str, Any], messages: list[dict[str, Any]]) -> None:
-    """Append an item of the input to messages of a chat completion."""
     kind = item.get("type", "message")
     role = item.get("role")
     if kind == "message" and role != ASSISTANT:
@@ -166,10 +165,10 @@ class ResponsesAnswer(BlockAnswer):
 
     def open_block(self, block: Block) -> str:
         item = format_item(replace(block, text=""), "in_progress")
-        begun = self.write_event("output_item.added", output_index=block.index, item=item)
+        events = self.write_event("output_item.added", output_index=block.index, item=item)
         if block.kind == "call":
-            return begun
-        return begun + self.write_block_event(
+            return events
+        return events + self.write_block_event(
             block, "content_part.added", part=format_part(block, "")
         )
 
@@ -181,15 +180,15 @@ class ResponsesAnswer(BlockAnswer):
         item = format_item(block)
         if block.kind == "call":
             # Clients run the call at this event, so an incomplete call must not send it
-            ended = ""
+            events = ""
             if not block.is_cut:
-                ended = self.write_block_event(block, kind, name=block.name, arguments=block.text)
+                events = self.write_block_event(block, kind, name=block.name, arguments=block.text)
         else:
-            ended = self.write_block_event(block, kind, text=block.text, logprobs=[])
-            ended += self.write_block_event(
+            events = self.write_block_event(block, kind, text=block.text, logprobs=[])
+            events += self.write_block_event(
                 block, "content_part.done", part=format_part(block, block.text)
             )
-        return ended + self.write_event("output_item.done", output_index=block.index, item=item)
+        return events + self.write_event("output_item.done", output_index=block.index, item=item)
 
     def close_stream(self) -> str:
         response = self.format_answer()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.laneformer.serve.clients.openai_checks import Asked
+from tests.laneformer.serve.clients.openai_checks import Target
 from tests.laneformer.serve.conftest import start
 
 KEY = "key-of-the-tests"
@@ -20,7 +20,7 @@ AGENTS = Path(sys.prefix) / "agents" / "node_modules" / ".bin"  # codex, claude
 @pytest.fixture(scope="module")
 def endpoint(model_folder):
     server = start(model_folder, engine={"context_tokens": 1024}, api_key=KEY)  # room for tools
-    yield Asked(server.url, "tiny", KEY)
+    yield Target(server.url, "tiny", KEY)
     assert server.stop() == 0, server.output()
 
 
@@ -39,7 +39,6 @@ def other_python():
 def output(
     command: list[str], cwd: Path | None = None, timeout_s: float = 240, **environment: str
 ) -> str:
-    """Return the stdout of a program that must succeed."""
     process = subprocess.run(
         command,
         capture_output=True,

@@ -19,7 +19,7 @@ IDLE_S = 30.0
 
 
 @dataclass
-class Asked:
+class Target:
     """A server and how to reach it."""
 
     url: str  # without /v1
@@ -32,6 +32,7 @@ class Asked:
         defaults = {
             "base_url": f"{self.url}/v1",
             "api_key": self.key,
+            # a retry would hide a failure
             "max_retries": 0,
             "timeout": 60,
         }
@@ -61,7 +62,7 @@ class Asked:
         return not busy
 
 
-def chat(a: Asked):
+def chat(a: Target):
     with a.sync() as client:
         whole = a.chat(client, logprobs=True, top_logprobs=2).choices[0]
         options = {"stream": True, "stream_options": {"include_usage": True}}
@@ -72,7 +73,7 @@ def chat(a: Asked):
     )
 
 
-def completions(a: Asked):
+def completions(a: Target):
     defaults = {
         "model": a.model,
         "prompt": "import os",
@@ -88,7 +89,7 @@ def completions(a: Asked):
         assert "".join(part.choices[0].text for part in parts) == text
 
 
-def errors(a: Asked):
+def errors(a: Target):
     import openai
 
     with a.sync() as client:
@@ -117,7 +118,7 @@ CHECKS = chat, completions, errors
 if __name__ == "__main__":
     import openai
 
-    server = Asked(*sys.argv[1:])
+    server = Target(*sys.argv[1:])
     for check in CHECKS:
         check(server)
     print(openai.__version__)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.laneformer.serve.clients.openai_checks import Asked
+from tests.laneformer.serve.clients.openai_checks import Target
 from tests.laneformer.serve.endpoint import data_of
 
 PATH = "/v1/completions"
@@ -41,7 +41,6 @@ async def ask(client, kind, stream, counts) -> str:
 
 
 async def leave(client, kind, stream, after_s):
-    """Send a request and disconnect in the middle of its answer."""
     body = {**body_of(kind, stream), "max_tokens": 400, "ignore_eos": True}
     try:
         async with client.stream("POST", PATH, json=body) as response:
@@ -72,7 +71,6 @@ async def storm(client, expected, requests) -> Counter[str]:
 
 
 def measure_process(server) -> tuple[int, int, int]:
-    """Return the process' resident bytes, open files and threads."""
     process = Path(f"/proc/{server.process.pid}")
     pages = int((process / "statm").read_text().split()[1])
     files, threads = (len(list((process / name).iterdir())) for name in ("fd", "task"))
@@ -85,7 +83,7 @@ def test_a_storm_of_requests(server, model_folder):
     import httpx
 
     running = server(model_folder, engine={"cache_bytes": 4 << 20}, max_waiting=4)
-    endpoint = Asked(running.url, "tiny", "none")
+    endpoint = Target(running.url, "tiny", "none")
 
     def run(work):
         async def visit():

@@ -51,11 +51,11 @@ def test_litellm(endpoint, other_python):
 def test_no_body_makes_a_5xx(endpoint, other_python, tmp_path):
     # drawn from the application's OpenAPI schema: bodies, headers and methods, right and wrong
     key = f"Authorization: Bearer {endpoint.key}"
-    described = httpx.get(f"{endpoint.url}/openapi.json", headers=dict([key.split(": ")])).json()
-    for schema in described["components"]["schemas"].values():
+    description = httpx.get(f"{endpoint.url}/openapi.json", headers=dict([key.split(": ")])).json()
+    for schema in description["components"]["schemas"].values():
         properties = schema.get("properties", {})
         properties |= {name: narrow for name, narrow in NARROWED.items() if name in properties}
-    (tmp_path / "openapi.json").write_text(json.dumps(described))
+    (tmp_path / "openapi.json").write_text(json.dumps(description))
     (tmp_path / "schemathesis.toml").write_text("")
     files = ["--config-file", f"{tmp_path}/schemathesis.toml", "run", f"{tmp_path}/openapi.json"]
     server = ["--url", endpoint.url, "--header", key]
