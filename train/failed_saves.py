@@ -1,4 +1,4 @@
-"""What a failed save costs: its checkpoint, and the job only if save after save fails."""
+"""Take failed saves back: each costs its checkpoint, and the job only if save after save fails."""
 
 from __future__ import annotations
 
@@ -23,12 +23,13 @@ class FailedSaves:
     """The failures since the last save that succeeded, equal on all ranks."""
 
     problem: str | None = None  # of the last save
-    in_a_row: int = 0  # those on a full disk left out
+    # failures on a full disk are not counted
+    in_a_row: int = 0
     # on the monotonic clock; None: the disk is not known to be full
     retry_at_s: float | None = None
 
     def __init__(self, run: Path, folder: Path, most: int):
-        """most: failures in a row that end the job."""
+        """Initialize without failures; `most` in a row end the job."""
         self.run, self.folder, self.most = run, folder, most
 
     @property
@@ -45,6 +46,7 @@ class FailedSaves:
         if problem is None:
             self.in_a_row = 0
             return
+        # by its words: the exception has crossed a process as a traceback
         full = any(words in problem for words in FULL_DISK)
         self.problem = reason = problem.strip().splitlines()[-1]
         self.in_a_row += not full
@@ -90,4 +92,5 @@ def make_room(run: Path, folder: Path) -> bool:
         record_event(
             run, "checkpoint_removed", checkpoint=path.name, what="deleted: the disk is full"
         )
+    # looked at again, since deletions that fail are ignored
     return any(not path.exists() for path in aside)

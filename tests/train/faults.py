@@ -110,7 +110,7 @@ def commit(self: LaneformerTrainer) -> None:
             for process in psutil.Process().children(recursive=True):
                 process.terminate()
         os.kill(os.getpid(), signal.SIGUSR1)
-        while WORKER.asked is None:
+        while WORKER.request is None:
             time.sleep(0.01)
     elif kind == "kill_writer":  # as the kernel does when memory runs out
         wait([self.checkpointer.save_future])

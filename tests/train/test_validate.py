@@ -12,7 +12,7 @@ from torchtitan.components.loss import IGNORE_INDEX
 from data_mixtures.mixture import Mixture, valid_windows
 from tests.train.logged import EPSILON, STEPS, WINDOWS, checkpoint_model, plain_loss
 from tests.train.runs import SEQ_LEN, metrics
-from train.validate import deal_out, octave_sums, octaves
+from train.validate import deal_out, list_octaves, sum_octaves
 
 
 @pytest.mark.job
@@ -42,9 +42,9 @@ def test_validation_is_the_checkpoints_loss_in_one_process(logged_run, prepared_
 def test_a_position_counts_from_the_beginning_of_its_document():
     # Two documents of 40 and 24 tokens in a window, then one of 64; every fourth token is
     # untrained.
-    assert octaves(64) == [0, 16, 32]
-    assert octaves(65) == [0, 16, 32, 64]
-    assert octaves(16) == [0]
+    assert list_octaves(64) == [0, 16, 32]
+    assert list_octaves(65) == [0, 16, 32, 64]
+    assert list_octaves(16) == [0]
     documents = torch.tensor([[1] * 40 + [2] * 24, [1] * 64])
     losses = torch.arange(128, dtype=torch.float32).view(2, 64)
     labels = torch.where(torch.arange(64) % 4 == 3, IGNORE_INDEX, 5).expand(2, 64)
@@ -55,8 +55,8 @@ def test_a_position_counts_from_the_beginning_of_its_document():
         inside = (position >= first) & (position < end)
         expected[:, octave] = (losses * inside).sum(1)
         expected[:, 3 + octave] = (inside & (labels != IGNORE_INDEX)).sum(1)
-    assert torch.equal(octave_sums(losses, labels, documents, octaves(64)), expected)
-    whole = octave_sums(losses[:1], labels[:1], None, octaves(64))
+    assert torch.equal(sum_octaves(losses, labels, documents, list_octaves(64)), expected)
+    whole = sum_octaves(losses[:1], labels[:1], None, list_octaves(64))
     # without marks of documents a position is one in the window
     assert whole[0, 3:].tolist() == [12, 12, 24]
 

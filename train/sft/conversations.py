@@ -22,7 +22,8 @@ from records.workers import end_with_parent
 
 from .turns import Conversation, encode
 
-ROWS_AT_A_TIME = 64  # to a worker process
+# rows that a worker process gets at a time
+ROWS_AT_A_TIME = 64
 # not .json, in which data sets of the hub describe themselves
 IN_FOLDERS = ("jsonl", "ndjson", "parquet")
 
@@ -68,7 +69,8 @@ def rows(origin: str) -> Iterator[NumberedRow]:
     if suffix in ("jsonl", "json", "ndjson"):
         yield from _json_rows(path)
         return
-    import datasets  # seconds of imports, which JSON lines do not need
+    # seconds of imports, which JSON lines do not need
+    import datasets
 
     if suffix == "parquet":
         of_arrow = datasets.load_dataset(
@@ -103,12 +105,14 @@ def _json_rows(path: Path) -> Iterator[NumberedRow]:
             raise ValueError(f"{path} is damaged or truncated: {error}") from error
 
 
-How = tuple[bool, int, bool]  # system_and_tools, longest and cut of `encode`
+# system_and_tools, longest and cut of `encode`
+How = tuple[bool, int, bool]
 _worker: tuple[PromptEncoder, How]
 
 
 def _start_worker(tokenizer_json: str, template: dict[str, str], how: How) -> None:
     global _worker
+    # with one worker this is the main process itself
     if parent_process():
         end_with_parent()
     encoder = PromptEncoder(Tokenizer.from_str(tokenizer_json), template)
@@ -144,6 +148,7 @@ def encode_all(
     # not a Pool, which waits forever for what a killed worker had
     with ProcessPoolExecutor(workers, get_context("spawn"), _start_worker, start) as pool:
         try:
+            # in groups: `map` takes all that it is given into memory at once
             while group := list(islice(unread, 16 * ROWS_AT_A_TIME * workers)):
                 yield from pool.map(_encode_row, group, chunksize=ROWS_AT_A_TIME)
         except BrokenProcessPool as broken:

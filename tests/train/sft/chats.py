@@ -13,7 +13,7 @@ from laneformer import Laneformer, LaneformerConfig
 from laneformer.titan.spec import LaneformerArgs, TitanLaneformer
 from tests.records.lines import write_lines
 from tests.train import runs
-from train.data import inputs_and_labels
+from train.data import split_inputs_and_labels
 from train.sft import identity
 from train.sft.__main__ import Arguments, run
 
@@ -55,7 +55,9 @@ def prepare(folder: Path, tokenizer: Path, count: int, seq_len: int = SEQ_LEN) -
 
 
 def batch(tokens: np.ndarray, flags: np.ndarray) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    return inputs_and_labels(*(torch.from_numpy(each.astype(np.int64)) for each in (tokens, flags)))
+    return split_inputs_and_labels(
+        *(torch.from_numpy(each.astype(np.int64)) for each in (tokens, flags))
+    )
 
 
 def plain_model(dtype: torch.dtype = torch.float64) -> Laneformer:

@@ -17,7 +17,7 @@ from records.events import BAD_STEP, write_outcome
 from records.files import read_lines
 from train.supervise import attempt as attempt_module
 from train.supervise import heartbeat, workers
-from train.supervise.attempt import Attempt, Ended, exit_words
+from train.supervise.attempt import Attempt, Ended, describe_exit
 from train.supervise.signals import StopSignals
 
 REPORT = "Root Cause (first observed failure):\n[0]:\n  host      : a.long.name\n"
@@ -49,7 +49,7 @@ def test_a_second_request_kills_what_does_not_end(begin, job, tmp_path):
 
     def look():
         if (tmp_path / "pid").exists():
-            attempt.stop.asked = "SIGTERM"
+            attempt.stop.request = "SIGTERM"
         if (job.run / "stop").exists():  # they were asked first
             attempt.stop._force()
 
@@ -114,7 +114,7 @@ def test_dead_workers_are_a_crash_however_long_torchrun_lives(begin, job, monkey
     ],
 )
 def test_exit_statuses_in_words(status, words):
-    assert exit_words(status) == words
+    assert describe_exit(status) == words
 
 
 def test_a_crash_names_its_node_its_signal_and_the_full_disk(begin, job, monkeypatch):
@@ -196,6 +196,6 @@ def test_a_uid_without_a_name_starts_workers(monkeypatch, tmp_path):
     started: list[dict[str, str]] = []
     monkeypatch.setattr(subprocess, "Popen", lambda command, env, **_: started.append(env))
     for nodes in (None, ["n1", "n2"]):
-        monkeypatch.setattr(workers, "node_address", lambda node: node)
+        monkeypatch.setattr(workers, "find_node_address", lambda node: node)
         workers.start_workers(nodes, 1, ["train"], tmp_path / "logs", {})
     assert {env["TRITON_CACHE_DIR"] for env in started} == {f"{tempfile.gettempdir()}/triton_4242"}

@@ -17,12 +17,12 @@ from records.events import CRASHED, REFUSED, SUPERVISED, crash_on_record, read_o
 from records.files import hold_lock, read_json
 from tests.train.runs import ROOT, run_job
 from tests.train.supervised import arguments, supervise
-from train.supervise.lock import hold_rank, hold_run, no_ranks
+from train.supervise.lock import hold_rank, hold_run, require_no_ranks
 
 
 def test_one_job_a_run(tmp_path, monkeypatch):
     lock = hold_run(tmp_path)
-    no_ranks(tmp_path)
+    require_no_ranks(tmp_path)
     with pytest.raises(ValueError, match=f"another supervisor .*held by process {os.getpid()} on "):
         hold_run(tmp_path)
     with pytest.raises(ValueError, match="another supervisor"):
@@ -31,9 +31,9 @@ def test_one_job_a_run(tmp_path, monkeypatch):
     mine = hold_rank(tmp_path, 0)
     lock.close()
     with pytest.raises(ValueError, match="earlier supervisor"):
-        no_ranks(tmp_path)
+        require_no_ranks(tmp_path)
     mine[0].close()
-    no_ranks(tmp_path)
+    require_no_ranks(tmp_path)
     hold_run(tmp_path).close()
 
 

@@ -17,7 +17,7 @@ import pytest
 from records.job import read_job
 from tests.train.runs import run_forked
 from train.supervise import preflight
-from train.supervise.preflight import GIB, Needs, exchange_problem, healthy_nodes
+from train.supervise.preflight import GIB, Needs, check_nodes, find_exchange_problem
 from train.supervise.workers import start_workers
 
 Address = namedtuple("Address", "family address")
@@ -150,7 +150,7 @@ def test_bad_nodes_are_told_apart(tmp_path, monkeypatch):
     srun.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.setattr(preflight, "NODE_DEADLINE_S", 5.0)
-    good, bad = healthy_nodes(
+    good, bad = check_nodes(
         ["n6", "n1", "n2", "n3", "n4", "n5", "n7"], ["--job.config_file", "x.toml"]
     )
     # in the order of the candidates
@@ -172,7 +172,7 @@ def test_ranks_count_themselves(interface, tmp_path, monkeypatch):
         "start_workers",
         lambda nodes, *rest: start_workers(None, *rest[:-1], {**rest[-1], **env}),
     )
-    output = exchange_problem(["n0"], 2, tmp_path)
+    output = find_exchange_problem(["n0"], 2, tmp_path)
     if interface == "lo":
         assert output == ""
     else:
@@ -206,6 +206,6 @@ def test_what_hangs_is_known_by_what_its_ranks_had_begun(notes, says, tmp_path, 
         (tmp_path / name).write_text(text)
     if says is None:
         with pytest.raises(ValueError, match="no result within"):
-            exchange_problem(["a", "b"], 1, tmp_path)
+            find_exchange_problem(["a", "b"], 1, tmp_path)
     else:
-        assert exchange_problem(["a", "b"], 1, tmp_path).startswith(says)
+        assert find_exchange_problem(["a", "b"], 1, tmp_path).startswith(says)

@@ -20,9 +20,9 @@ WORKER.install()
 print("ready", flush=True)
 if sys.argv[2] == "hang":
     threading.Event().wait()
-while not WORKER.asked:
+while not WORKER.request:
     time.sleep(0.01)
-print(WORKER.asked, flush=True)
+print(WORKER.request, flush=True)
 time.sleep(0.1)  # a second signal soon after is the same request
 print("saved", flush=True)
 """

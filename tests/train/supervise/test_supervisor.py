@@ -121,7 +121,7 @@ def test_long_attempts_for_the_same_reason_do_not_end_it(supervise, job):
 )
 def test_a_stop_that_saved_nothing_is_no_85(supervise, monkeypatch, code, status):
     def run_attempt(self, checkpoint_step):
-        self.stop.asked = "SIGTERM"
+        self.stop.request = "SIGTERM"
         return Ended(code, 7, "asked meanwhile")
 
     monkeypatch.setattr(Supervisor, "run_attempt", run_attempt)
@@ -141,17 +141,17 @@ def healthy(monkeypatch):
     """Set pre-flight's answers: bad nodes, and the exchanges' problems, in turn."""
     answers = SimpleNamespace(bad={}, problems=[])
 
-    def exchange_problem(nodes, *_):
+    def find_exchange_problem(nodes, *_):
         problem = answers.problems.pop(0) if answers.problems else ""
         if isinstance(problem, Exception):
             raise problem
         return problem
 
     monkeypatch.setattr(
-        "train.supervise.supervisor.healthy_nodes",
+        "train.supervise.supervisor.check_nodes",
         lambda names, arguments: ([name for name in names if name not in answers.bad], answers.bad),
     )
-    monkeypatch.setattr("train.supervise.supervisor.exchange_problem", exchange_problem)
+    monkeypatch.setattr("train.supervise.supervisor.find_exchange_problem", find_exchange_problem)
     return answers
 
 
