@@ -16,7 +16,7 @@ def checkout(shared):
 
 @pytest.fixture(scope="session")
 def run_without_faults(checkout, prepared_data, shared):
-    """Run 40 steps of phase 1 on two ranks, `--local`, from a snapshot; return the folder."""
+    # 40 steps of phase 1 on two ranks, `--local`, from a snapshot
     lock = prepared_data / "phase1.lock.json"
     return shared("undisturbed", lambda folder: run_job(checkout, lock, folder / "run")) / "run"
 
