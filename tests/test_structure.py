@@ -49,7 +49,6 @@ ONLY_IN = {
 
 
 def plant(root: Path, files: dict[str, str]) -> set[Edge]:
-    """Write files below `root`; returns the edges between them."""
     for name, text in files.items():
         path = root / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -93,7 +92,7 @@ def test_arrows_inside_laneformer():
 
 
 @pytest.mark.parametrize(
-    ("files", "broken"),
+    ("files", "fault"),
     [
         ({"train/a.py": "def f():\n    from evals import b\n"}, "train.a imports evals.b"),
         ({"train/a.py": "run([python, '-m', 'evals.b'])"}, "train.a names evals.b"),
@@ -110,14 +109,14 @@ def test_arrows_inside_laneformer():
         ),
     ],
 )
-def test_planted_arrows_are_found(tmp_path, files, broken):
+def test_planted_arrows_are_found(tmp_path, files, fault):
     ground = {
         "evals/__init__.py": "",
         "evals/b.py": "",
         "tools/__init__.py": "",
         "tools/__main__.py": "",
     }
-    assert find_forbidden_edges(plant(tmp_path, ground | files)) == [broken][: broken is not None]
+    assert find_forbidden_edges(plant(tmp_path, ground | files)) == [fault][: fault is not None]
 
 
 CHAIN = {"tools/a.py": "from . import b", "tools/b.py": "from .c import x", "tools/c.py": ""}
@@ -130,15 +129,16 @@ FOLDERS = {"tools/p/a/x.py": "import tools.p.b.y", "tools/p/b/y.py": "", "tools/
     [
         (CHAIN, [], []),
         (CHAIN | {"tools/c.py": "run('-m', 'tools.a')"}, [THREE], [THREE]),
-        (CHAIN | {"tools/c.py": "import tools.c"}, [], []),  # a process that starts itself again
+        # a process that starts itself again
+        (CHAIN | {"tools/c.py": "import tools.c"}, [], []),
         (FOLDERS, [], []),
         (FOLDERS | {"tools/p/b/z.py": "import tools.p.a.x"}, [], [["tools.p.a", "tools.p.b"]]),
     ],
 )
 def test_planted_circles_are_found(tmp_path, files, of_modules, of_folders):
-    found = plant(tmp_path, files)
-    assert find_circles(found) == of_modules
-    assert find_circles(find_folder_edges(found)) == of_folders
+    edges = plant(tmp_path, files)
+    assert find_circles(edges) == of_modules
+    assert find_circles(find_folder_edges(edges)) == of_folders
 
 
 def commit_sizes(root: Path, sizes: dict[str, int]) -> None:
@@ -154,7 +154,8 @@ def test_the_ratchet_holds_the_smallest_size_that_history_has_seen(tmp_path):
     sizes = {name: 1000, "python_tokens_of_tests_and_examples": 0, "native_lines": 0}
     commit_sizes(tmp_path, sizes)
     commit_sizes(tmp_path, sizes | {name: 400})
-    commit_sizes(tmp_path, sizes | {name: 2000})  # who needs room edits the file
+    # who needs room edits the file
+    commit_sizes(tmp_path, sizes | {name: 2000})
     source = tmp_path / "records/a.py"
     source.parent.mkdir()
     for tokens, ok in ((405, True), (408, False)):

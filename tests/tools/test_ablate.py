@@ -246,10 +246,10 @@ def losses_in(out: Path) -> dict[tuple[str, int], float]:
 
 @pytest.mark.rotate
 def test_an_interrupted_ablation_leaves_no_run_behind_and_goes_on_as_if_it_had_not_been(
-    prepared_data, tmp_path
+    data_folder, tmp_path
 ):
     # an interrupted run saves and goes on from there: losses are bitwise those of runs in one piece
-    lock, out, whole = prepared_data / "phase1.lock.json", tmp_path / "out", tmp_path / "whole"
+    lock, out, whole = data_folder / "phase1.lock.json", tmp_path / "out", tmp_path / "whole"
     words = (
         "--variants",
         "delay_0",

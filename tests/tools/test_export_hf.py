@@ -32,10 +32,10 @@ def test_progress_survives_a_cut_line(tmp_path):
     assert training_progress(tmp_path) == Progress()
 
 
-def test_draft_ids_are_the_most_frequent(prepared_data, tmp_path, monkeypatch):
+def test_draft_ids_are_the_most_frequent(data_folder, tmp_path, monkeypatch):
     # 70 is no multiple of the 64 windows that are read at a time
     monkeypatch.setattr("tools.export_hf.COUNTED_WINDOWS", 70)
-    lock = prepared_data / "phase1.lock.json"
+    lock = data_folder / "phase1.lock.json"
     tokens = Mixture.open(lock).sequences(0, 70)[0]
     counts = np.bincount(tokens.ravel(), minlength=512)
     draft_ids = frequent_ids(tmp_path, lock, 64)

@@ -11,9 +11,9 @@ from tests.train.supervised import INTERVAL, STEPS, run_undisturbed
 
 
 @pytest.fixture(scope="session")
-def phase1(prepared_data):
+def phase1(data_folder):
     """Return the lock file of the first phase."""
-    return prepared_data / "phase1.lock.json"
+    return data_folder / "phase1.lock.json"
 
 
 @pytest.fixture(scope="session")

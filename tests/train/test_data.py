@@ -24,8 +24,8 @@ GLOBAL_BATCH = 32
 
 
 @pytest.fixture(scope="module")
-def lock(prepared_data):
-    return prepared_data / "phase1.lock.json"
+def lock(data_folder):
+    return data_folder / "phase1.lock.json"
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +90,7 @@ def places(loader: MixtureLoader) -> list[tuple[str, int]]:
     return [(window["shard"], window["token_offset"]) for window in windows]
 
 
-def test_offsets_belong_to_content_and_not_to_a_name(prepared_data, lock):
+def test_offsets_belong_to_content_and_not_to_a_name(data_folder, lock):
     # A third phase whose source `code` is another one: it starts at its beginning, and counts are
     # kept apart. A fourth one goes on in phase 1's `code`.
     (one,) = job(lock, 1, 1)
@@ -146,11 +146,11 @@ def test_tokens_of_a_phase_with_windows_of_another_length_stay_what_they_were(lo
     assert next_phase.tokens_before() == 8 * 512 + 3 * GLOBAL_BATCH * 32
 
 
-def test_other_weights_are_refused_and_unchanged_data_continues(prepared_data, tmp_path):
+def test_other_weights_are_refused_and_unchanged_data_continues(data_folder, tmp_path):
     # A source may grow where nothing that was read of it changed; else the error says what would
     # repeat.
     data = tmp_path / "data"
-    shutil.copytree(prepared_data, data)
+    shutil.copytree(data_folder, data)
     lock = data / "phase1.lock.json"
     (one,) = job(lock, 1, 1)
     train([one], steps=3)
@@ -203,7 +203,7 @@ def test_any_cut_and_resumes_with_other_world_sizes_give_the_same_batches(lock, 
     assert last.state_dict()["mixture"] == state
 
 
-def test_counts_are_those_of_the_batches_across_phases_and_windows(prepared_data, lock):
+def test_counts_are_those_of_the_batches_across_phases_and_windows(data_folder, lock):
     # Used up, left out and trained on, by source: counted one by one, and as the loader computes
     # them.
     left_out = [(10, 25), (70, 71)]
@@ -215,7 +215,7 @@ def test_counts_are_those_of_the_batches_across_phases_and_windows(prepared_data
     out = np.concatenate([one.mixture.sequences(a, b - a)[1] for a, b in left_out])
     assert one.count_left_out() == {name: int((out == i).sum()) for i, name in enumerate(names)}
 
-    (two,) = job(prepared_data / "phase2.lock.json", 1, 1, windows=[(4, 6)])
+    (two,) = job(data_folder / "phase2.lock.json", 1, 1, windows=[(4, 6)])
     two.begin_after(json.loads(state))
     assert two.tokens_before() == 3 * GLOBAL_BATCH * 32
     assert two.tokens_per_source() == counted
@@ -229,16 +229,16 @@ def test_counts_are_those_of_the_batches_across_phases_and_windows(prepared_data
     code = two.mixture.source_names.index("code")
     assert np.array_equal(tokens[sources == code][0], following[whose == names.index("code")][0])
 
-    (again,) = job(prepared_data / "phase2.lock.json", 1, 1, windows=[(4, 6)])
+    (again,) = job(data_folder / "phase2.lock.json", 1, 1, windows=[(4, 6)])
     again.load_state_dict(two.state_dict())
     assert again.tokens_per_source() == counted
     assert again.tokens_before() == two.tokens_before()
 
 
-def test_damage_ends_the_batches_at_its_own(prepared_data, tmp_path):
+def test_damage_ends_the_batches_at_its_own(data_folder, tmp_path):
     # Readers are ahead of it: the batches before it arrive, then the error as the mixture words it.
     data = tmp_path / "data"
-    shutil.copytree(prepared_data, data)
+    shutil.copytree(data_folder, data)
     content = bytearray((data / "web/shard-00001.bin").read_bytes())
     content[1234] ^= 1
     (data / "web/shard-00001.bin").write_bytes(content)

@@ -39,10 +39,10 @@ def test_supervised_replicas_survive_a_killed_rank(phase1, tmp_path):
 
 
 @pytest.mark.rotate
-def test_phases_2_and_3_go_on_from_there(shipped_run, prepared_data, tmp_path):
+def test_phases_2_and_3_go_on_from_there(shipped_run, data_folder, tmp_path):
     # Phase 3 has another rope, its sources from their beginnings and, as with 80 GB, the lanes on
     # several ranks.
-    parent, lock = shipped_run, prepared_data / "phase2.lock.json"
+    parent, lock = shipped_run, data_folder / "phase2.lock.json"
     sources = ",".join(source["name"] for source in read_json(lock)["sources"])
     of_phase_3 = {"mixture.begin_again": sources, "parallelism.tensor_parallel_degree": 2}
     phases: tuple[tuple[str, int, dict[str, Any]], ...] = (

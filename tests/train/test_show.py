@@ -24,9 +24,9 @@ def show_batches(capsys: pytest.CaptureFixture[str], *words: Any) -> list[dict[s
     return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
 
 
-def test_a_run_is_shown_as_it_read_with_skips_and_phases(prepared_data, tmp_path, capsys):
+def test_a_run_is_shown_as_it_read_with_skips_and_phases(data_folder, tmp_path, capsys):
     # Attempts as the trainer records them; the batches are those of its loader.
-    lock, skips = prepared_data / "phase2.lock.json", [(5, 9)]
+    lock, skips = data_folder / "phase2.lock.json", [(5, 9)]
     offsets = {"web": 40, "code": 170}
     loader = MixtureLoader(lock, 0, 1, GLOBAL_BATCH, 1, SkipList(skips))
     loader.begin_at(LoaderState(offsets=offsets))

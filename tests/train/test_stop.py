@@ -31,10 +31,10 @@ def test_a_stop_whose_save_fails_is_no_85(phase1, tmp_path):
 
 
 @pytest.mark.job
-def test_a_signal_to_all_processes_saves_as_well(prepared_data, tmp_path):
+def test_a_signal_to_all_processes_saves_as_well(data_folder, tmp_path):
     # In step 3, when those are there that have written the checkpoint of step 2 in the background.
     job = run_with_writers(
-        prepared_data, tmp_path, {"kind": "sigterm_step", "step": 3, "rank": None}, fails=True
+        data_folder, tmp_path, {"kind": "sigterm_step", "step": 3, "rank": None}, fails=True
     )
     outcome = read_outcome(tmp_path / "run")
     assert (outcome["code"], outcome["step"]) == (STOPPED, 3), (
@@ -44,10 +44,10 @@ def test_a_signal_to_all_processes_saves_as_well(prepared_data, tmp_path):
 
 
 @pytest.mark.rotate
-def test_a_writer_that_is_killed_costs_one_checkpoint(prepared_data, tmp_path):
+def test_a_writer_that_is_killed_costs_one_checkpoint(data_folder, tmp_path):
     # One rank's, in step 3: the save of step 4 fails, that of step 6 has new writers on all ranks.
     run_with_writers(
-        prepared_data, tmp_path, {"kind": "kill_writer", "step": 3, "rank": 1}, fails=False
+        data_folder, tmp_path, {"kind": "kill_writer", "step": 3, "rank": 1}, fails=False
     )
     failed = [
         e["step"] for e in read_lines(tmp_path / "run/events.jsonl") if e["kind"] == "save_failed"

@@ -23,7 +23,7 @@ from tests.train.runs import (
 
 
 @pytest.mark.job
-def test_run_folder_and_metrics(whole_run, prepared_data):
+def test_run_folder_and_metrics(whole_run, data_folder):
     rows = metrics(whole_run)
     assert [r["step"] for r in rows] == [1, 2, 3, 4]
     assert all(r["attempt"] == 1 and r["phase"] == "phase1" for r in rows)

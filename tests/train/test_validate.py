@@ -16,15 +16,15 @@ from train.validate import deal_out, list_octaves, sum_octaves
 
 
 @pytest.mark.job
-def test_validation_is_the_checkpoints_loss_in_one_process(logged_run, prepared_data):
+def test_validation_is_the_checkpoints_loss_in_one_process(logged_run, data_folder):
     # Fifteen windows on two ranks of four: one more is padded, which must not count.
     rows = metrics(logged_run)
     assert [r["step"] for r in rows if "valid_loss" in r] == [3, 6]
-    mixture = Mixture.open(prepared_data / "phase1.lock.json")
+    mixture = Mixture.open(data_folder / "phase1.lock.json")
     weights = dict(zip(mixture.source_names, mixture.weights, strict=True))
     model = checkpoint_model(logged_run, STEPS)
     expected = {
-        name: plain_loss(model, valid_windows(prepared_data, name, WINDOWS)) for name in weights
+        name: plain_loss(model, valid_windows(data_folder, name, WINDOWS)) for name in weights
     }
     total = sum(weights[name] * expected[name] for name in weights) / sum(weights.values())
     # a sum of float32 over a sequence, and the logits' own

@@ -98,11 +98,11 @@ class Launcher:
 
 
 @pytest.fixture(scope="module")
-def story(prepared_data, tmp_path_factory):
+def story(data_folder, tmp_path_factory):
     folder = tmp_path_factory.mktemp("slurm")
     (folder / "cluster").mkdir()
     with SlurmCluster(folder / "cluster") as cluster:
-        launcher = Launcher(folder, prepared_data, cluster)
+        launcher = Launcher(folder, data_folder, cluster)
         nodes = ("--nodes", "2", "--gpus-per-node", "1", "--spares", "1", "--cpu")
         first = ("configs/debug_phase1.toml", *nodes)
         id1 = launcher.submit(1, *first, "--time", "30", "--env", "PACED_SECONDS=5")

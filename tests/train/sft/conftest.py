@@ -9,9 +9,9 @@ from tests.train.sft import chats
 
 
 @pytest.fixture(scope="session")
-def lock(prepared_data, shared):
+def lock(data_folder, shared):
     """Prepare packed conversations in windows of chats.SEQ_LEN tokens."""
-    tokenizer = prepared_data / "tokenizer.model"
+    tokenizer = data_folder / "tokenizer.model"
     return (
         shared("chats", lambda folder: chats.prepare(folder, tokenizer, 300)) / "data/sft.lock.json"
     )

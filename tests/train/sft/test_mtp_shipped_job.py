@@ -26,7 +26,7 @@ print(tokens.shape, *model.model.mtp.draft_ids.shape)
 
 
 @pytest.mark.rotate
-def test_shipped_job(shipped_run, lock, prepared_data, tmp_path):
+def test_shipped_job(shipped_run, lock, data_folder, tmp_path):
     # two ranks with shapes shrunk, from a checkpoint without the head
     start = shipped_run / f"checkpoint/step-{production.STEPS}"
     changes = {"checkpoint.initial_load_path": start, "training.seq_len": chats.SEQ_LEN}
@@ -46,7 +46,7 @@ def test_shipped_job(shipped_run, lock, prepared_data, tmp_path):
         "--draft-vocab-size",
         "64",
     ]
-    tokenizer = ["--tokenizer", prepared_data / "tokenizer.model"]
+    tokenizer = ["--tokenizer", data_folder / "tokenizer.model"]
     subprocess.run([sys.executable, "-m", *map(str, [*command, *tokenizer])], check=True)
     ids = load_file(out / "model.safetensors")[hf_name(DRAFT_IDS)]
     assert ids.tolist() == sorted(set(ids.tolist()))

@@ -59,8 +59,8 @@ def with_messages(chats: list[list[Turn]]) -> list[Turn]:
 
 
 @pytest.fixture(scope="module")
-def tokenizer(prepared_data):
-    return prepared_data / "tokenizer.model"
+def tokenizer(data_folder):
+    return data_folder / "tokenizer.model"
 
 
 @pytest.fixture

@@ -107,7 +107,7 @@ GOLDEN_SHA256 = "988d062f60704df706047f2dc27e58a0e72ee856dbd29449c52b87502fcfd75
 
 
 @pytest.fixture(scope="module")
-def data(prepared_data, tmp_path_factory):
+def data(data_folder, tmp_path_factory):
     """Return a folder of `train.sft --system-and-tools`, with ROWS among others."""
     folder = tmp_path_factory.mktemp("tools")
     others = [
@@ -123,7 +123,7 @@ def data(prepared_data, tmp_path_factory):
     path = write_lines(folder / "chat.jsonl", ROWS + others)
     arguments = Arguments(
         (str(path),),
-        prepared_data / "tokenizer.model",
+        data_folder / "tokenizer.model",
         folder / "data",
         system_and_tools=True,
         seq_len=SEQ_LEN,
@@ -153,8 +153,8 @@ def hf_folder(data):
 
 
 @pytest.fixture(scope="module")
-def encoder(prepared_data):
-    return encoder_of(prepared_data, TOOLS_TEMPLATE)
+def encoder(data_folder):
+    return encoder_of(data_folder, TOOLS_TEMPLATE)
 
 
 def encoder_of(data: Path, template: Path) -> PromptEncoder:
@@ -209,8 +209,8 @@ def test_the_same_ids_in_training_transformers_and_the_server(hf_folder, encoded
         assert out["assistant_masks"] == same.trained.astype(int).tolist()
 
 
-def test_calls_and_answers_are_trained_and_nothing_else(encoded_rows, encoder, prepared_data):
-    tokenizer, _ = open_tokenizer(prepared_data / "tokenizer.model")
+def test_calls_and_answers_are_trained_and_nothing_else(encoded_rows, encoder, data_folder):
+    tokenizer, _ = open_tokenizer(data_folder / "tokenizer.model")
     encoded = encoded_rows[4]
     edges = np.flatnonzero(np.diff(encoded.trained.astype(int))) + 1
     pieces = np.split(encoded.ids, edges)
@@ -264,9 +264,9 @@ def test_without_the_option_ids_and_hashes_are_those_of_before():
     assert hashlib.sha256(content).hexdigest() == GOLDEN_SHA256
 
 
-def test_a_conversation_without_system_and_tools_is_the_published_one(encoder, prepared_data):
+def test_a_conversation_without_system_and_tools_is_the_published_one(encoder, data_folder):
     # so it is held out by the same hash, whatever the template
-    published = encoder_of(prepared_data, CHAT_TEMPLATE)
+    published = encoder_of(data_folder, CHAT_TEMPLATE)
     for messages in (ASKED, LONG):
         row = {"messages": messages}
         ours, theirs = (
@@ -394,9 +394,9 @@ def test_values_that_json_has_not_are_refused(encoder):
         ),
     ],
 )
-def test_what_the_template_does_not_show_is_named(encoder, prepared_data, row, tools, ignored):
+def test_what_the_template_does_not_show_is_named(encoder, data_folder, row, tools, ignored):
     # of a row, and of the assistant's output
-    chosen = encoder if tools else encoder_of(prepared_data, CHAT_TEMPLATE)
+    chosen = encoder if tools else encoder_of(data_folder, CHAT_TEMPLATE)
     assert encode(row, chosen, tools, SEQ_LEN, False).ignored == ignored
 
 

@@ -26,8 +26,8 @@ JOB = read_job(["--job.config_file", "configs/phase1.toml"])
 
 
 @pytest.mark.rotate
-def test_a_node_says_what_it_has_and_what_it_lacks(prepared_data, tmp_path):
-    run, data = tmp_path / "run", shutil.copytree(prepared_data, tmp_path / "data")
+def test_a_node_says_what_it_has_and_what_it_lacks(data_folder, tmp_path):
+    run, data = tmp_path / "run", shutil.copytree(data_folder, tmp_path / "data")
 
     def ask(*options):
         status, output = run_forked(
