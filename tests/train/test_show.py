@@ -20,7 +20,7 @@ from train.data import LoaderState, MixtureLoader
 
 def show_batches(capsys: pytest.CaptureFixture[str], *words: Any) -> list[dict[str, Any]]:
     capsys.readouterr()
-    show.run(tyro.cli(show.Question, args=[*(str(each) for each in words), "--json"]), Console())
+    show.run(tyro.cli(show.Question, args=[*(str(word) for word in words), "--json"]), Console())
     return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
 
 
@@ -49,10 +49,10 @@ def test_a_run_is_shown_as_it_read_with_skips_and_phases(data_folder, tmp_path, 
     leave_out(tmp_path, skips, "step 2: the loss is nan")
     for step in range(1, 7):
         assert [
-            each["tokens"] for each in show_batches(capsys, tmp_path, "--step", step)
+            window["tokens"] for window in show_batches(capsys, tmp_path, "--step", step)
         ] == batches[step - 1]
-    assert [each["tokens"] for each in show_batches(capsys, tmp_path, "--step", 8)] == batches[6][
-        2:
-    ]
+    assert [window["tokens"] for window in show_batches(capsys, tmp_path, "--step", 8)] == batches[
+        6
+    ][2:]
     with pytest.raises(ValueError, match="no refused batch at step 3"):
         show_batches(capsys, tmp_path, "--bad-step", 3)

@@ -16,13 +16,13 @@ from train.validate import deal_out, list_octaves, sum_octaves
 
 
 @pytest.mark.job
-def test_validation_is_the_checkpoints_loss_in_one_process(logged_run, data_folder):
+def test_validation_is_the_checkpoints_loss_in_one_process(metrics_run, data_folder):
     # Fifteen windows on two ranks of four: one more is padded, which must not count.
-    rows = metrics(logged_run)
+    rows = metrics(metrics_run)
     assert [r["step"] for r in rows if "valid_loss" in r] == [3, 6]
     mixture = Mixture.open(data_folder / "phase1.lock.json")
     weights = dict(zip(mixture.source_names, mixture.weights, strict=True))
-    model = checkpoint_model(logged_run, STEPS)
+    model = checkpoint_model(metrics_run, STEPS)
     expected = {
         name: plain_loss(model, valid_windows(data_folder, name, WINDOWS)) for name in weights
     }
@@ -31,7 +31,8 @@ def test_validation_is_the_checkpoints_loss_in_one_process(logged_run, data_fold
     rounding = 2 * SEQ_LEN * EPSILON * total
     for name, loss in rows[-1]["valid_loss_by_source"].items():
         assert abs(loss - expected[name]) < rounding, name
-        halves = rows[-1]["valid_loss_by_position"][name]  # of windows of 32 tokens
+        # of windows of 32 tokens
+        halves = rows[-1]["valid_loss_by_position"][name]
         assert halves.keys() == {"0", "16"}
         assert abs(sum(halves.values()) / 2 - loss) < rounding
     assert abs(rows[-1]["valid_loss"] - total) < rounding

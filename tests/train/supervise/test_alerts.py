@@ -17,13 +17,13 @@ from train.supervise.supervisor import Options, Supervisor
 
 @pytest.fixture
 def answer():
-    """Set when somebody gives up."""
+    # set when somebody gives up
     return threading.Event()
 
 
 @pytest.fixture
 def posts(job, answer, monkeypatch):
-    """Return what the job's webhook receives; a text that holds "hang" waits for `answer`."""
+    # what the job's webhook receives; a text that holds "hang" waits for `answer`
     received: list[dict[str, Any]] = []
 
     class Server(BaseHTTPRequestHandler):

@@ -26,7 +26,8 @@ def test_one_job_a_run(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=f"another supervisor .*held by process {os.getpid()} on "):
         hold_run(tmp_path)
     with pytest.raises(ValueError, match="another supervisor"):
-        hold_rank(tmp_path, 0)  # of a job that no supervisor started
+        # of a job that no supervisor started
+        hold_rank(tmp_path, 0)
     monkeypatch.setenv(SUPERVISED, str(tmp_path))
     mine = hold_rank(tmp_path, 0)
     lock.close()
@@ -49,12 +50,8 @@ def test_a_lock_is_waited_for(tmp_path):
         # a library's, without a word: its place is named
         (AssertionError(""), True, REFUSED, f"AssertionError: .*{__file__}:"),
         (KeyError("2B"), True, REFUSED, f"KeyError: '2B' .*{__file__}:"),
-        (
-            FileNotFoundError(2, "No such file", "x.bin"),
-            True,
-            CRASHED,
-            "FileNotFoundError: ",
-        ),  # a slow mount
+        # a slow mount
+        (FileNotFoundError(2, "No such file", "x.bin"), True, CRASHED, "FileNotFoundError: "),
         (RuntimeError("NCCL"), True, CRASHED, "RuntimeError: NCCL"),
         (ValueError("in a step"), False, CRASHED, "ValueError: in a step"),
         (

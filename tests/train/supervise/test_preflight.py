@@ -81,8 +81,10 @@ def test_shared_memory_holds_the_nodes_part_of_what_a_save_stages(
 @pytest.mark.parametrize(
     ("interfaces", "nodes", "name_means", "says"),
     [
-        ("", "1", ["127.0.1.1"], "any"),  # one node may call itself what it likes
-        ("", "2", ["198.51.100.4", "10.0.0.7"], "10.0.0.7"),  # the first that it can bind
+        # one node may call itself what it likes
+        ("", "1", ["127.0.1.1"], "any"),
+        # the first that it can bind
+        ("", "2", ["198.51.100.4", "10.0.0.7"], "10.0.0.7"),
         ("eth0", "2", ["127.0.1.1"], "eth0"),
         # Debian's, at which every node would look for all others
         (
@@ -198,8 +200,9 @@ def test_ranks_count_themselves(interface, tmp_path, monkeypatch):
         ),
         ({}, None),
     ],
-)  # NCCL's watchdog ends a process without an exception
+)
 def test_what_hangs_is_known_by_what_its_ranks_had_begun(notes, says, tmp_path, monkeypatch):
+    # NCCL's watchdog ends a process without an exception
     monkeypatch.setattr(preflight, "start_workers", lambda *_: subprocess.Popen(["sleep", "60"]))
     monkeypatch.setattr(preflight, "EXCHANGE_DEADLINE_S", 0.2)
     for name, text in notes.items():

@@ -30,7 +30,7 @@ print("saved", flush=True)
 
 @contextmanager
 def start_process(*arguments: str) -> Iterator[subprocess.Popen]:
-    """PROGRAM when it is ready for signals."""
+    # when it is ready for signals
     command = [sys.executable, "-c", PROGRAM, *arguments]
     with subprocess.Popen(command, cwd=ROOT, stdout=-1, text=True) as process:
         assert process.stdout.readline() == "ready\n"
