@@ -163,8 +163,12 @@ def check(checkpoints: Sequence[Path], weights: Sequence[float], force: bool) ->
         run, other = (run_folder(folder).resolve() for folder in (first, path))
         differing = sorted(key for key in model | theirs if model.get(key) != theirs.get(key))
         if (run != other or differing) and not force:
-            what = f"models that differ in {', '.join(differing)}" if differing else "two runs"
-            raise ValueError(f"{run} and {other} are {what}; --force averages them all the same")
+            difference = (
+                f"models that differ in {', '.join(differing)}" if differing else "two runs"
+            )
+            raise ValueError(
+                f"{run} and {other} are {difference}; --force averages them all the same"
+            )
     config = LaneformerConfig.from_dict(model)
     for path in checkpoints:
         check_complete(path)

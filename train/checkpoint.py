@@ -61,7 +61,9 @@ class PhaseCheckpointManager(CheckpointSaver):
         start = own_checkpoint or self.resume_from
         if own_checkpoint is None:
             on_rank_zero(
-                lambda: require_nothing_lost(self.run, folder, self.interval * self.failed.most)
+                lambda: require_nothing_lost(
+                    self.run, folder, self.interval * self.failed.max_in_a_row
+                )
             )
         if start is not None:
             self.contents.check(
@@ -146,9 +148,9 @@ def lacks_head(checkpoint: Path, config: LaneformerConfig) -> bool:
 
 def clear_branch(run: Path, folder: Path, start: Path | None) -> None:
     """Put aside the checkpoints that are newer than where the job starts."""
-    for name, what in checkpoints.clear_branch(folder, start).items():
-        logger.warning(f"{name} is newer than where this job starts: {what}")
-        record_event(run, "checkpoint_removed", checkpoint=name, what=what)
+    for name, action in checkpoints.clear_branch(folder, start).items():
+        logger.warning(f"{name} is newer than where this job starts: {action}")
+        record_event(run, "checkpoint_removed", checkpoint=name, what=action)
 
 
 def require_fresh_start(allowed: bool, why: str) -> None:

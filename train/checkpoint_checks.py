@@ -67,9 +67,9 @@ class Contents:
         return problem
 
 
-def first_problem(mine: str | None) -> str | None:
+def first_problem(local_problem: str | None) -> str | None:
     problems: list[str | None] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(problems, mine)
+    torch.distributed.all_gather_object(problems, local_problem)
     return next(filter(None, problems), None)
 
 
@@ -94,11 +94,11 @@ def check_architecture(checkpoint: Path, config: LaneformerConfig, allowed: Sequ
         )
         return
     # both with defaults filled in: a checkpoint may be older than a field
-    there, here = asdict(LaneformerConfig.from_dict(stored)), asdict(config)
-    different = [name for name in here if there[name] != here[name] and name not in allowed]
+    saved, ours = asdict(LaneformerConfig.from_dict(stored)), asdict(config)
+    different = [name for name in ours if saved[name] != ours[name] and name not in allowed]
     if different:
         listing = ", ".join(
-            f"{name} = {there[name]} (this job: {here[name]})" for name in different
+            f"{name} = {saved[name]} (this job: {ours[name]})" for name in different
         )
         raise ValueError(
             f"{checkpoint} was trained with another architecture: {listing}; set [model] and [architecture] to the "

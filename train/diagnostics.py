@@ -11,11 +11,11 @@ from torch.distributed.tensor import DTensor
 from torchtitan.components.loss import IGNORE_INDEX
 
 
-def gather_ranks(mine: Tensor) -> Tensor:
+def gather_ranks(local: Tensor) -> Tensor:
     """Gather a vector (n,) of each rank into (ranks, n)."""
-    everyone = mine.new_empty(torch.distributed.get_world_size() * len(mine))
-    torch.distributed.all_gather_into_tensor(everyone, mine)
-    return everyone.view(-1, len(mine))
+    gathered = local.new_empty(torch.distributed.get_world_size() * len(local))
+    torch.distributed.all_gather_into_tensor(gathered, local)
+    return gathered.view(-1, len(local))
 
 
 class Diagnostics:
@@ -86,9 +86,9 @@ class Diagnostics:
         drafts = torch.stack(self.drafts).sum(0) if self.drafts else logits[:0, 0]
         # the maximum comes last: all other columns are summed over ranks
         last = (logits[:, :2].sum(0), logits[:, 2].max()[None])
-        mine = torch.cat([self.squared_norms, rms, drafts, *last])
+        local = torch.cat([self.squared_norms, rms, drafts, *last])
         # one all-gather a logged step
-        table = gather_ranks(mine)
+        table = gather_ranks(local)
         *sums, peak = torch.cat([table[:, :-1].sum(0), table[:, -1].max()[None]]).tolist()
         return {
             "z_loss": sums[-2] / sums[-1] if sums[-1] else math.nan,

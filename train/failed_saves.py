@@ -28,9 +28,9 @@ class FailedSaves:
     # on the monotonic clock; None: the disk is not known to be full
     retry_at_s: float | None = None
 
-    def __init__(self, run: Path, folder: Path, most: int):
-        """Initialize without failures; `most` in a row end the job."""
-        self.run, self.folder, self.most = run, folder, most
+    def __init__(self, run: Path, folder: Path, max_in_a_row: int):
+        """Initialize without failures; `max_in_a_row` in a row end the job."""
+        self.run, self.folder, self.max_in_a_row = run, folder, max_in_a_row
 
     @property
     def retry_is_due(self) -> bool:
@@ -56,7 +56,7 @@ class FailedSaves:
         # a full disk never ends a job before its last step, since memory holds everything
         if full:
             self.retry_at_s = time.monotonic() + (0.0 if made_room else RETRY_S)
-        elif self.in_a_row >= self.most:
+        elif self.in_a_row >= self.max_in_a_row:
             raise RuntimeError(
                 f"{self.in_a_row} saves in a row have failed, last: {reason}; see events.jsonl, or raise "
                 "resilience.max_failed_saves"

@@ -305,11 +305,11 @@ def find_batch_problem(
     groups = ranks // lane_ranks
     if global_batch % (local_batch * groups) == 0:
         return None
-    who = "GPUs" if lane_ranks == 1 else f"groups of {lane_ranks} GPUs"
-    fix = f"a number of {who} that divides {global_batch}"
+    units = "GPUs" if lane_ranks == 1 else f"groups of {lane_ranks} GPUs"
+    fix = f"a number of {units} that divides {global_batch}"
     if global_batch % groups == 0:
         fix = f"a local batch that divides {global_batch // groups}"
     return (
-        f"training.global_batch_size = {global_batch} is not a multiple of {groups} {who} x local_batch_size = "
+        f"training.global_batch_size = {global_batch} is not a multiple of {groups} {units} x local_batch_size = "
         f"{local_batch}; choose {fix}"
     )

@@ -281,9 +281,9 @@ def exchange(
         alike: ranks that have the same sequences, each for its own lanes.
     """
     # `alike` ranks bring the same loss into the sum; the other columns are maxima, where that does not matter
-    mine = torch.stack([loss / alike, loss * share, grad_norm, torch.full_like(loss, float(stop))])
-    everyone = gather_ranks(mine.float())
+    local = torch.stack([loss / alike, loss * share, grad_norm, torch.full_like(loss, float(stop))])
+    table = gather_ranks(local.float())
     total, _, highest, norm, stops = torch.cat(
-        [everyone[:, :1].sum(dim=0), everyone.amax(dim=0)]
+        [table[:, :1].sum(dim=0), table.amax(dim=0)]
     ).tolist()
     return total, highest, norm, stops > 0

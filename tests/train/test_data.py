@@ -202,7 +202,7 @@ def test_any_cut_and_resumes_with_other_world_sizes_give_the_same_batches(lock, 
 
 
 def test_counts_are_those_of_the_batches_across_phases_and_windows(data_folder, lock):
-    # Used up, left out and trained on, by source: tokens_read one by one, and as the loader computes
+    # Used up, left out and trained on, by source: counted one by one, and as the loader computes
     # them.
     left_out = [(10, 25), (70, 71)]
     (one,) = job(lock, 1, 2, windows=left_out)

@@ -183,7 +183,7 @@ def test_failed_saves_end_the_job_where_the_disk_is_not_full_or_its_step_is_the_
     tmp_path, monkeypatch
 ):
     monkeypatch.setattr("train.failed_saves.on_rank_zero", lambda decide: decide())
-    failed = FailedSaves(tmp_path, tmp_path / "checkpoint", most=2)
+    failed = FailedSaves(tmp_path, tmp_path / "checkpoint", max_in_a_row=2)
     failed.judge(2, "RuntimeError: x")
     failed.judge(3, "Traceback\nOSError: [Errno 28] No space left on device")
     # a full disk does not count

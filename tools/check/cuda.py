@@ -108,9 +108,9 @@ def read(
 
 
 def greedy(
-    decoder: PassDecoder, prompt: list[int], new_tokens: int = NEW_TOKENS, most: int = 16
+    decoder: PassDecoder, prompt: list[int], new_tokens: int = NEW_TOKENS, max_passes: int = 16
 ) -> list[int]:
-    """Return greedy tokens, with launches of up to `most` passes."""
+    """Return greedy tokens, with launches of up to `max_passes` passes."""
     start = 0
     if len(prompt) > decoder.unread:
         start = len(prompt) - 1
@@ -119,7 +119,7 @@ def greedy(
     while len(tokens) < new_tokens:
         last = Column(tokens[-1], len(prompt) + len(tokens) - 1, 0, sampling=Sampling(top_p=1.0))
         # several lengths of a launch; the first token came with the prompt's end
-        more = min(len(tokens) % most, decoder.ahead, new_tokens - len(tokens) - 1)
+        more = min(len(tokens) % max_passes, decoder.ahead, new_tokens - len(tokens) - 1)
         tokens += [row[0] for row in decoder.run([last], more)]
     return tokens
 
@@ -206,7 +206,7 @@ def check(
             prompt = truth.ids[:4]
             yield (
                 f"{version}: launch lengths",
-                greedy(decoder, prompt) == greedy(decoder, prompt, most=1),
+                greedy(decoder, prompt) == greedy(decoder, prompt, max_passes=1),
             )
             results.append((decoder.geometry.warps, texts["ids"], logits))
         # a hang, a fault of the GPU, a version that cannot be made

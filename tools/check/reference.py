@@ -278,8 +278,8 @@ def first_affected(config: LaneformerConfig, other: LaneformerConfig) -> list[An
     """Return the first module whose join differs between two configs; None if only the head's."""
 
     def describe_join(config: LaneformerConfig, layer: int, module: str) -> tuple[Join, int | None]:
-        how, source = config.join(layer, module), layer - config.broadcast_delay
-        return how, source if how == Join.PAST and config.broadcasts(source, module) else None
+        join, source = config.join(layer, module), layer - config.broadcast_delay
+        return join, source if join == Join.PAST and config.broadcasts(source, module) else None
 
     modules = [(layer, module) for layer in range(config.num_hidden_layers) for module in MODULES]
     changed = [

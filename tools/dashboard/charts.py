@@ -149,8 +149,8 @@ def figure(
 ) -> Json | None:
     """Make a chart of the panels and curves that have a figure; None if there are none."""
     panels, curves = list[Json](), list[Json]()
-    for panel, of_panel in parts:
-        filled = [line for line in of_panel if any(value is not None for value in line["y"])]
+    for panel, lines in parts:
+        filled = [line for line in lines if any(value is not None for value in line["y"])]
         if filled:
             curves += [{**line, "panel": len(panels)} for line in filled]
             panels.append(panel._asdict())

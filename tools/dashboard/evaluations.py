@@ -209,11 +209,11 @@ def write_bits_card(run: Run) -> str:
     points = {
         name: select_points(records, "sources", name, "bits_per_byte") for name in list_sources(run)
     }
-    whole = curve("all sources", select_points(records, "bits_per_byte"), NEUTRAL, symbol="circle")
-    of_text = Panel(
+    total = curve("all sources", select_points(records, "bits_per_byte"), NEUTRAL, symbol="circle")
+    panel = Panel(
         "Bits per byte", "held-out text, lower is better", "", 260, ".4f", zero=False, log=True
     )
-    content = figure([(of_text, [whole, *series(points, symbol="circle")])])
+    content = figure([(panel, [total, *series(points, symbol="circle")])])
     return write_chart_card("Bits per byte", content, f"bits-{run.name}")
 
 
@@ -222,7 +222,7 @@ class Score(NamedTuple):
 
     panel: str
     name: str
-    how: str
+    settings: str
     record: Record
     value: float | None
     ends: Interval | None
@@ -232,9 +232,9 @@ def list_scores(run: Run) -> Iterator[Score]:
     """List the scores of code and of lm-eval's tasks in the order of the run."""
     for record in run.evals_of("code"):
         words = [record[key] for key in ("protocol", "temperature", "prompt")]
-        how, ends = ", ".join(map(str, filter(None, words))), record["pass@1_plus_interval"]
+        settings, ends = ", ".join(map(str, filter(None, words))), record["pass@1_plus_interval"]
         value = number(record["pass@1_plus"])
-        yield Score("Code", str(record["dataset"]), how, record, value, read_interval(ends))
+        yield Score("Code", str(record["dataset"]), settings, record, value, read_interval(ends))
     for record in run.evals_of("lm_eval"):
         shots = "own shots" if record["num_fewshot"] is None else f"{record['num_fewshot']}-shot"
         chat = "chat" if record["chat_template"] else ""
@@ -244,9 +244,9 @@ def list_scores(run: Run) -> Iterator[Score]:
             values = {name.removesuffix(",none"): number(v) for name, v in list_items(metrics)}
             preferred = [name for name in ("acc_norm", "acc") if values.get(name) is not None][:1]
             for name in preferred or [name for name in values if not name.endswith("_stderr")]:
-                how = ", ".join(filter(None, (name, shots, chat, limit)))
+                settings = ", ".join(filter(None, (name, shots, chat, limit)))
                 ends = around(values[name], values.get(f"{name}_stderr"))
-                yield Score("Questions", task, how, record, values[name], ends)
+                yield Score("Questions", task, settings, record, values[name], ends)
 
 
 def write_scores_card(run: Run) -> str:
@@ -254,19 +254,19 @@ def write_scores_card(run: Run) -> str:
     groups: dict[str, dict[tuple[str, str], list[Score]]] = {"Code": {}, "Questions": {}}
     for score in list_scores(run):
         if score.value is not None:
-            groups[score.panel].setdefault((score.name, score.how), []).append(score)
+            groups[score.panel].setdefault((score.name, score.settings), []).append(score)
     rows, parts = [], []
     units = {"Code": "pass@1, base and plus tests", "Questions": "share right"}
     for title, scores_by_name in groups.items():
         curves = []
-        for index, ((name, how), scores) in enumerate(scores_by_name.items()):
+        for index, ((name, settings), scores) in enumerate(scores_by_name.items()):
             points = [(score.record, score.value) for score in scores]
             look: Json = {"symbol": "circle", "dash": dash(index)}
             ends, last = [score.ends for score in scores], scores[-1]
-            curves.append(curve(f"{name} {how}", points, colour(index), ends, **look))
+            curves.append(curve(f"{name} {settings}", points, colour(index), ends, **look))
             half = f" ± {50 * (last.ends[1] - last.ends[0]):.1f}" if last.ends else ""
             where = escape(name_checkpoint(last.record))
-            rows.append([escape(name), escape(how), percent(last.value) + half, where])
+            rows.append([escape(name), escape(settings), percent(last.value) + half, where])
         if any(len(line["y"]) > 1 for line in curves):
             parts.append((Panel(title, units[title], "", 200, ".1%"), curves))
     if not rows:

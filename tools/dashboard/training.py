@@ -65,8 +65,8 @@ def write_training_card(run: Run) -> str:
     return write_chart_card("Training", content, f"training-{run.name}", caption)
 
 
-def count(number_of: int, thing: str) -> str:
-    return f"{number_of:,} {thing}{'' if number_of == 1 else 's'}"
+def count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def write_sources_card(run: Run) -> str:

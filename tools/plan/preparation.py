@@ -61,19 +61,19 @@ def source_part(source: Result, sizes: Sequence[int]) -> Result:
     share = min(1.0, max(need * (1 + MARGIN), MIN_TOKENS) / pool)
     # `files` first where a source has much more than is needed, `keep` takes the rest; how many
     # files there are is known when `python -m data_mixtures plan` has listed them
-    files, of_files, raw = source["files"], 1.0, RAW_BYTES * source["expected_tokens"]
+    files, file_share, raw = source["files"], 1.0, RAW_BYTES * source["expected_tokens"]
     if files is not None:
         # whatever is listed are those files
-        of_files = min(1.0, (sum(sizes) or files * FILE_BYTES) / raw)
+        file_share = min(1.0, (sum(sizes) or files * FILE_BYTES) / raw)
     elif sizes:
         raw = sum(sizes)
         if share < MANY:
             # files differ in size
             files = math.ceil(len(sizes) * share * (1 + MARGIN))
-            of_files = files / len(sizes)
-    keep = min(1.0, share / of_files)
+            file_share = files / len(sizes)
+    keep = min(1.0, share / file_share)
     keep = 1.0 if keep > WHOLE else math.ceil(100 * keep) / 100
-    stored = pool * of_files * keep
+    stored = pool * file_share * keep
     return {
         "name": source["name"],
         "need_tokens": need,
@@ -82,7 +82,7 @@ def source_part(source: Result, sizes: Sequence[int]) -> Result:
         "files": files,
         "stored_tokens": stored,
         "units": files or len(sizes) or math.ceil(raw / FILE_BYTES),
-        "fetched_bytes": raw * of_files,
+        "fetched_bytes": raw * file_share,
         "shard_bytes": SHARD_BYTES * stored,
     }
 

@@ -73,13 +73,13 @@ def rows(origin: str) -> Iterator[NumberedRow]:
     import datasets
 
     if suffix == "parquet":
-        of_arrow = datasets.load_dataset(
+        dataset = datasets.load_dataset(
             "parquet", data_files=str(path), split="train", streaming=True
         )
     elif origin.count("/") == 1 and not path.exists():
         name, _, split = origin.partition(":")
         try:
-            of_arrow = datasets.load_dataset(name, split=split or "train", streaming=True)
+            dataset = datasets.load_dataset(name, split=split or "train", streaming=True)
         except (OSError, datasets.exceptions.DatasetsError) as problem:
             raise ValueError(
                 f"{origin} is no file, and the hub does not give such a dataset: {problem}"
@@ -89,7 +89,7 @@ def rows(origin: str) -> Iterator[NumberedRow]:
             f"{origin} is no .jsonl, .jsonl.gz or .parquet file and no dataset of the hub (ORG/NAME)"
         )
     # all structs of a column have the same fields there: null stands for one that the row has not
-    for number, row in enumerate(map(without_none, of_arrow), 1):
+    for number, row in enumerate(map(without_none, dataset), 1):
         yield NumberedRow(number, row, len(json.dumps(row, ensure_ascii=False, default=str)))
 
 

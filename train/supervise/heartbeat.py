@@ -59,9 +59,9 @@ class Heartbeat:
         yield lambda part: self.enter(f"{part} of step {step}")
         self.beat(step)
 
-    def enter(self, what: str) -> None:
+    def enter(self, activity: str) -> None:
         """Mark what this rank is about to do."""
-        self.state["mark"] = (self.state["mark"][0] + 1, what)
+        self.state["mark"] = (self.state["mark"][0] + 1, activity)
 
     def close(self) -> None:
         faulthandler.cancel_dump_traceback_later()
@@ -74,10 +74,10 @@ class Heartbeat:
             time.sleep(self.interval_s)
 
 
-def enter(what: str) -> None:
+def enter(activity: str) -> None:
     """`Heartbeat.enter` for code that is not handed the heartbeat."""
     if Heartbeat.current is not None:
-        Heartbeat.current.enter(what)
+        Heartbeat.current.enter(activity)
 
 
 def read_heartbeats(folder: Path) -> dict[int, dict[str, Any]]:

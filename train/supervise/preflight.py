@@ -105,8 +105,8 @@ def ask_node(node: str, arguments: list[str]) -> dict[str, Any]:
         # a wedged driver or a dead file system blocks inside a system call, where no timer of the
         # same process helps: the check that was begun last is the one that hangs
         begun = re.findall(rb"^preflight: (\w+)", late.stderr or b"", re.MULTILINE)
-        where = begun[-1].decode() if begun else "srun"
-        return {"ok": False, "reason": f"{where}: no answer within {NODE_DEADLINE_S:.0f} s"}
+        check = begun[-1].decode() if begun else "srun"
+        return {"ok": False, "reason": f"{check}: no answer within {NODE_DEADLINE_S:.0f} s"}
     records = [line for line in answer.stdout.splitlines() if line.startswith('{"node"')]
     if records:
         return json.loads(records[-1])
@@ -194,10 +194,11 @@ def check_names(job: JobSections, needs: Needs) -> dict[str, Any]:
         raise ValueError(
             f"this node cannot look up its own name {host} ({problem}); {mend}"
         ) from None
-    of_node = {address for listed in addresses.values() for address in listed}
+    node_addresses = {address for listed in addresses.values() for address in listed}
     # gloo takes the first address of the name that it can bind, else 127.0.0.1
     bound = next(
-        (address for address in bindings if address in of_node or is_loopback(address)), "127.0.0.1"
+        (address for address in bindings if address in node_addresses or is_loopback(address)),
+        "127.0.0.1",
     )
     if is_loopback(bound):
         raise ValueError(

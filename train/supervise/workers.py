@@ -166,12 +166,12 @@ def main() -> None:
     (count,) = (
         int(flag.partition("=")[2]) for flag in arguments if flag.startswith("--nproc-per-node=")
     )
-    here = [
+    node_flags = [
         f"--node-rank={names.split(',').index(node)}",
         f"--log-dir={logs}",
         *numa_binding(count, logs),
     ]
-    os.execv(sys.executable, [*TORCHRUN, *here, *arguments])
+    os.execv(sys.executable, [*TORCHRUN, *node_flags, *arguments])
 
 
 if __name__ == "__main__":
