@@ -1,4 +1,4 @@
-"""`python -m tools.roofline`: project the decode speed that bandwidth, link latency and delay allow.
+"""Project the decode speed that bandwidth, link latency and delay allow: `python -m tools.roofline`.
 
 A projection, not a measurement: it compares variants of one machine. Weights are read at the
 published share of the bandwidth, and a fitted cost per layer gives the published speed of eight

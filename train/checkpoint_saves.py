@@ -1,4 +1,4 @@
-"""Saving checkpoints while disks fill and processes die.
+"""Save checkpoints while disks fill and processes die.
 
 A save that fails is taken back and tried again at the next interval, on a full disk every minute.
 """

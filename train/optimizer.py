@@ -1,4 +1,4 @@
-"""AdamW with weight decay on matrices only, and settings restored after a load."""
+"""Build AdamW with weight decay on matrices only, and restore its settings after a load."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Registers the Laneformer with TorchTitan (`experimental.custom_import = "train.spec"`)."""
+"""Register the Laneformer with TorchTitan (`experimental.custom_import = "train.spec"`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`python -m tools.check NAME ...` runs a check, such as `python -m tools.check engine tiny`."""
+"""Run a check by its name, such as `python -m tools.check engine tiny`."""
 
 from __future__ import annotations
 

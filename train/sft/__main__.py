@@ -1,5 +1,6 @@
-"""`python -m train.sft [NAME=]CONVERSATIONS... --tokenizer T --out DIR`: conversations -> the mixture
-of an SFT job.
+"""Pack conversations into the mixture of an SFT job.
+
+    python -m train.sft [NAME=]CONVERSATIONS... --tokenizer T --out DIR
 
     DIR/tokenizer.model or tokenizer.json, chat_template.jinja
     DIR/<source>/source.json, shard-NNNNN.bin, shard-NNNNN.flags.bin, valid.bin, valid.flags.bin

@@ -1,4 +1,4 @@
-"""Conversations from files and the hub, encoded by worker processes."""
+"""Read conversations from files and the hub, and encode them in worker processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""`python -m train.sft.identity FACTS.toml --out identity.jsonl`: write conversations about who the model is.
+"""Write conversations about who the model is.
+
+    python -m train.sft.identity FACTS.toml --out identity.jsonl
 
 Questions and answers of a TOML, combined with greetings and other ways to write them, some about two topics
 in two turns: a few hundred conversations to mix with others, so that the model knows its name. The same file,

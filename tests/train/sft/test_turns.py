@@ -134,7 +134,7 @@ def data(data_folder, tmp_path_factory):
 def hf_folder(data):
     run = data.out.parent / "run"
     run.mkdir()
-    # what attempt_record.describe_run copies
+    # what `describe_attempt` copies
     for path in shards.tokenizer_files(data.out):
         (run / path.name).write_bytes(path.read_bytes())
     (run / "model.json").write_text(json.dumps(chats.CONFIG.to_dict()))
