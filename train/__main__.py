@@ -1,6 +1,6 @@
 """Train one phase as a rank of torchrun.
 
-    torchrun --nproc_per_node=N -m train --job.config_file configs/phase1.toml [--section.key value ...]
+torchrun --nproc_per_node=N -m train --job.config_file configs/phase1.toml [--section.key value ...]
 """
 
 from __future__ import annotations
