@@ -1,1 +1,1 @@
-"""What only the demo needs: the program that writes its text."""
+"""Programs that write example text and fine-tune an exported model with other libraries."""

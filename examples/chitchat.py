@@ -1,5 +1,4 @@
-"""Real conversations for the demo's SFT, as JSON lines: `python -m
-examples.chitchat --out conversations.jsonl`.
+"""Write real conversations for the demo's SFT as JSON lines: `python -m examples.chitchat --out FILE.jsonl`.
 
 The Chit-Chat Challenge of Brigham Young University, from PyPI's `chitchat-dataset` (MIT licence): 7,168
 conversations of people who were given a question to talk about. Who writes first is the user here, the
@@ -33,8 +32,8 @@ def main(out: Path) -> None:
     data = json.loads(files("chitchat_dataset").joinpath("dataset.json").read_text())
     stretches = [
         stretch
-        for one in data.values()
-        for stretch in split(exchanges(one["messages"]), MAX_EXCHANGES, MAX_CHARS)
+        for conversation in data.values()
+        for stretch in split(list_exchanges(conversation["messages"]), MAX_EXCHANGES, MAX_CHARS)
     ]
     out.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(
@@ -43,28 +42,23 @@ def main(out: Path) -> None:
     print(f"{out}: {len(stretches):,} conversations from {SOURCE}", file=sys.stderr)
 
 
-def exchanges(turns: Iterable[list[dict[str, Any]]]) -> list[Exchange]:
-    """Pairs of a user's and the assistant's message, up to an empty one; what one person sends in a
-    row is one message.
-
-    Speakers alternate in every conversation of the set; those with one speaker, and the two in which somebody
-    gives an e-mail address, yield nothing.
-    """
-    texts = [" ".join(each["text"].strip() for each in turn).strip() for turn in turns]
+def list_exchanges(turns: Iterable[list[dict[str, Any]]]) -> list[Exchange]:
+    """Return pairs of a user's and the assistant's message, up to an empty one."""
+    # what one person sends in a row is one message, so speakers alternate
+    texts = [" ".join(line["text"].strip() for line in turn).strip() for turn in turns]
+    # two conversations of the set hold an e-mail address
     if any(_EMAIL.search(text) for text in texts):
         return []
     # a last message without an answer is left out
     pairs = takewhile(all, zip(texts[::2], texts[1::2], strict=False))
     return [
-        ({"role": "user", "content": said}, {"role": "assistant", "content": reply})
-        for said, reply in pairs
+        ({"role": "user", "content": message}, {"role": "assistant", "content": reply})
+        for message, reply in pairs
     ]
 
 
 def split(pairs: Iterable[Exchange], max_exchanges: int, max_chars: int) -> Iterator[list[Message]]:
-    """Stretches of consecutive pairs with at most `max_chars` characters of content; a longer
-    pair is left out.
-    """
+    """Yield stretches of consecutive pairs of at most `max_chars` characters; a longer pair is left out."""
     stretch: list[Message] = []
     room = max_chars
     for pair in pairs:

@@ -1,4 +1,4 @@
-"""The demo's text, found on this machine or generated, as JSON lines: `python -m examples.corpus --out DIR`.
+"""Write the demo's text, found on this machine or generated, as JSON lines: `python -m examples.corpus --out DIR`.
 
 Manual pages, what packages say of themselves, Python's reference, docstrings, their examples, and generated
 text: DIR/<source>.jsonl, one {"text": ...} a line, which data_mixtures/demo.toml reads. A file that is there
@@ -55,24 +55,24 @@ def main(out: Path) -> None:
 
 
 def write(out: Path, sources: Mapping[str, Iterable[tuple[Texts, int | None]]]) -> None:
-    """One file a source, of parts: texts, and how many bytes of them to take (None: all)."""
+    """Write one file a source, of parts: texts, and how many bytes of them to take (None: all)."""
     out.mkdir(parents=True, exist_ok=True)
     for name, parts in sources.items():
         if not (path := out / f"{name}.jsonl").is_file():
-            documents = (each for texts, max_bytes in parts for each in cap_bytes(texts, max_bytes))
+            documents = (text for texts, max_bytes in parts for text in cap_bytes(texts, max_bytes))
             write_atomically(
                 path,
-                "".join(json.dumps({"text": each}) + "\n" for each in documents if each.strip()),
+                "".join(json.dumps({"text": text}) + "\n" for text in documents if text.strip()),
             )
 
 
 def cap_bytes(texts: Texts, max_bytes: int | None) -> Texts:
     size = 0
-    for each in texts:
-        size += len(each.encode(errors="ignore"))
+    for text in texts:
+        size += len(text.encode(errors="ignore"))
         if max_bytes is not None and size > max_bytes:
             return
-        yield each
+        yield text
 
 
 def read(
@@ -81,7 +81,7 @@ def read(
     exclude: tuple[str, ...] = (),
     beside: Path = Path(),
 ) -> Texts:
-    """The documents of all files of these globs that can be read, in an order of their names from `beside`."""
+    """Yield the documents of all readable files of these globs, in an order of their names from `beside`."""
     for name, _, _ in local.find(
         Input("text", paths, exclude=exclude), local.roots(Path(), beside), all_match=False
     ):
@@ -111,13 +111,13 @@ _ACCENTS = {
     "v": "\u030c",
 }
 _ARGUMENT = re.compile(r'"((?:[^"]|"")*)"|(\S+)')
-_TROFF = (  # applied one after the other
-    (
-        r"^[.']\s*if !'po4a'hide' ",
-        ".",
-    ),  # always true; translated pages carry lines for their translators in it
+# applied one after the other
+_TROFF = (
+    # always true; translated pages carry lines for their translators in it
+    (r"^[.']\s*if !'po4a'hide' ", "."),
     (r"^[.'] *(?:de|am|ig)\b(?s:.*?)^\.\.$|^\.TS(?s:.*?)^\.TE|^[.']?\\[\"#].*$", ""),
-    (r"\\[f*](?:\(..|\[.*?\]|.)|\\s[-+]?\d+|\\[&%|^/,:c]", ""),  # fonts, strings, sizes, motions
+    # fonts, strings, sizes, motions
+    (r"\\[f*](?:\(..|\[.*?\]|.)|\\s[-+]?\d+|\\[&%|^/,:c]", ""),
     (r"\\\[u([0-9A-Fa-f]{4,5})\]", lambda match: chr(int(match[1], 16))),
     (r"\\(?:\(|\[(?=..\]))(.)(.)\]?", lambda match: _glyph(match[1], match[2])),
     (
@@ -141,10 +141,9 @@ def _glyph(first: str, second: str) -> str:
 
 
 def man(path: Path) -> list[str]:
-    """A manual page as prose, without fonts, tables and macro definitions; none for an
-    alias or another dialect.
-    """
+    """Read a manual page as prose, without fonts, tables and macro definitions."""
     page = local.read(path)
+    # an alias, or another dialect of troff
     if not re.search(r"^\.TH ", page, re.MULTILINE):
         return []
     for pattern, replacement in _TROFF:
@@ -153,18 +152,17 @@ def man(path: Path) -> list[str]:
 
 
 def plain(path: Path) -> list[str]:
-    """A text file as it is."""
     return [local.read(path)]
 
 
 def metadata(path: Path) -> list[str]:
-    """The long description of an installed package."""
+    """Read the long description of an installed package."""
     message = email.parser.Parser(policy=email.policy.compat32).parsestr(local.read(path))
     return [str(message.get_payload() or message.get("Description") or "").strip()]
 
 
 def topics(path: Path) -> list[str]:
-    """The Python reference manual as `help()` holds it: one string per topic."""
+    """Read the Python reference manual as `help()` holds it, one text a topic."""
     assignments = [
         node.value for node in ast.parse(local.read(path)).body if isinstance(node, ast.Assign)
     ]
@@ -173,14 +171,16 @@ def topics(path: Path) -> list[str]:
 
 
 def doctests(path: Path) -> list[str]:
-    """One text per docstring with examples: what it is about, then input as question and output as answer."""
+    """Make a text of each docstring with examples: its first sentence, then questions and answers."""
     source = local.read(path)
-    if ">>>" not in source:  # parsing is the expensive part
+    # parsing is the expensive part
+    if ">>>" not in source:
         return []
     texts = []
     for name, docstring in definitions(str(path), source):
         parts, pending = [], ""
-        with suppress(ValueError):  # a malformed docstring; the others of its file may be good
+        # a malformed docstring; the others of its file may be good
+        with suppress(ValueError):
             for example in doctest.DocTestParser().get_examples(docstring):
                 pending += example.source
                 if example.want:
@@ -196,9 +196,7 @@ def doctests(path: Path) -> list[str]:
 
 
 def docstrings(path: Path) -> list[str]:
-    """A module's documentation as one text: names and docstrings without their
-    examples. Unreadable: not_python.
-    """
+    """Join a module's names and docstrings, without their examples, to one text."""
     entries = []
     for name, docstring in definitions(str(path), local.read(path)):
         prose = re.sub(r"\n{3,}", "\n\n", _without_examples(docstring)).strip()
@@ -208,7 +206,7 @@ def docstrings(path: Path) -> list[str]:
 
 
 def definitions(path: str, text: str) -> Iterator[tuple[str, str]]:
-    """(dotted name, docstring) of a Python file, in its order. Unreadable: not_python."""
+    """Yield (dotted name, docstring) of a Python file in its order; raise Unreadable for another."""
     try:
         tree = ast.parse(text)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
@@ -249,7 +247,8 @@ def _without_examples(docstring: str) -> str:
 
 
 def demo() -> dict[str, list[tuple[Texts, int | None]]]:
-    """The corpus of demo.toml, by source."""
+    """Return the corpus of demo.toml by source."""
+    # packages with many examples in docstrings
     tested = (
         "sympy",
         "networkx",
@@ -257,7 +256,7 @@ def demo() -> dict[str, list[tuple[Texts, int | None]]]:
         "pandas",
         "torch",
         "mpmath",
-    )  # packages with many examples in docstrings
+    )
     modules = [f"{{site_packages}}/{package}/**/*.py" for package in tested]
     documented = [f"{{site_packages}}/{package}/**/*.py" for package in DOCUMENTED]
     texts = ("README*", "*.txt", "*.txt.gz", "*.md", "*.md.gz", "FAQ*")

@@ -1,4 +1,4 @@
-"""A large corpus from Debian packages: sources of C, Go, Rust, Java and Python programs,
+"""Write a large corpus from Debian packages: sources of C, Go, Rust, Java and Python programs,
 manuals in several languages.
 
     python -m examples.debian_corpus --out runs/corpus
@@ -75,7 +75,7 @@ def main(out: Path = Path("runs/corpus")) -> None:
 
 
 def texts(out: Path) -> dict[str, list[tuple[corpus.Texts, int | None]]]:
-    """What debian.toml reads as JSON lines, by source."""
+    """Return what debian.toml reads as JSON lines, by source."""
     pages, languages = ("usr/share/man/man[1-8]/*", "usr/share/man/[a-z][a-z]*/man[1-8]/*")
     translated = corpus.read(
         corpus.man, f"{out}/{languages}", f"/{languages}", exclude=("*/share/man/man*",)
@@ -94,7 +94,7 @@ def texts(out: Path) -> dict[str, list[tuple[corpus.Texts, int | None]]]:
 
 
 def download(name: str, folder: Path) -> Path:
-    """The .deb of a package by name, in `folder`. SystemExit with apt's own words when there is none."""
+    """Download the .deb of a package into `folder`; SystemExit with apt's own words when there is none."""
     folder.mkdir(parents=True, exist_ok=True)
     result = subprocess.run(
         ["apt-get", "download", "-q", name], cwd=folder, capture_output=True, text=True

@@ -1,5 +1,4 @@
-"""Text that we write ourselves: worked problems in arithmetic and algebra, and everyday
-sentences in six languages.
+"""Generate text: worked problems in arithmetic and algebra, and everyday sentences in six languages.
 
 Document i of a kind is a pure function of i (and of phrases.toml). Every worked step is computed, never
 templated as a number, and the answers are exact.
@@ -45,11 +44,12 @@ _THINGS = (
     "seeds",
     "coins",
 )
-Problem = tuple[str, list[str], str]  # question, worked steps, answer
+# question, worked steps, answer
+Problem = tuple[str, list[str], str]
 
 
 def arithmetic(index: int) -> str:
-    """Document `index` of worked problems."""
+    """Return document `index` of worked problems."""
     draw = random.Random(f"arithmetic/{index}")
     parts = []
     for number in range(1, PROBLEMS_PER_DOCUMENT + 1):
@@ -61,18 +61,17 @@ def arithmetic(index: int) -> str:
 
 
 def phrases(index: int) -> str:
-    """Document `index` of sentences of one language; a slot {word} takes a random entry of the
-    list of that name.
-    """
+    """Return document `index` of sentences of one language."""
     draw = random.Random(f"phrases/{index}")
     languages = _languages()
     words = languages[draw.choice(sorted(languages))]
-    numbers = {"day": (1, 28), "year": (1850, 2030), "hour": (7, 21), "few": (2, 40)}
+    ranges = {"day": (1, 28), "year": (1850, 2030), "hour": (7, 21), "few": (2, 40)}
     sentences = []
     for _ in range(SENTENCES_PER_DOCUMENT):
+        # a slot {word} takes a random entry of the list of that name
         slots = {name: draw.choice(values) for name, values in words.items() if name != "sentences"}
-        drawn = {name: draw.randint(*limits) for name, limits in numbers.items()}
-        sentences.append(draw.choice(words["sentences"]).format(**slots, **drawn))
+        numbers = {name: draw.randint(*limits) for name, limits in ranges.items()}
+        sentences.append(draw.choice(words["sentences"]).format(**slots, **numbers))
     return " ".join(sentences) + "\n"
 
 
@@ -83,24 +82,25 @@ def _languages() -> dict[str, dict[str, list[str]]]:
 
 def _shopping(draw: random.Random) -> Problem:
     name, thing = draw.choice(_NAMES), draw.choice(_THINGS)
-    had, boxes, per_box, given = (
+    had, boxes, per_box, gift = (
         draw.randint(2, 60),
         draw.randint(2, 12),
         draw.randint(3, 24),
         draw.randint(1, 30),
     )
     bought, total = boxes * per_box, had + boxes * per_box
-    given = min(given, total - 1)
+    # something is left
+    gift = min(gift, total - 1)
     question = (
         f"{name} has {had} {thing} and buys {boxes} boxes with {per_box} {thing} in each. "
-        f"Then {name} gives {given} of them away. How many {thing} are left?"
+        f"Then {name} gives {gift} of them away. How many {thing} are left?"
     )
     steps = [
         f"The boxes hold {boxes} * {per_box} = {bought} {thing}.",
         f"Together that makes {had} + {bought} = {total}.",
-        f"After giving {given} away, {total} - {given} = {total - given} remain.",
+        f"After giving {gift} away, {total} - {gift} = {total - gift} remain.",
     ]
-    return question, steps, str(total - given)
+    return question, steps, str(total - gift)
 
 
 def _linear(draw: random.Random) -> Problem:

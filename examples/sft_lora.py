@@ -1,5 +1,6 @@
-"""Fine-tune an exported folder with LoRA: `python -m examples.sft_lora MODEL
-CONVERSATIONS.jsonl --out FOLDER`.
+"""Fine-tune an exported folder with LoRA.
+
+    python -m examples.sft_lora MODEL CONVERSATIONS.jsonl --out FOLDER
 
 A matrix of this model is one (lanes, out, in) parameter, no nn.Linear, so it is named in `target_parameters`;
 PEFT reads the first axis as experts and gives every lane its own pair of factors. FOLDER gets the merged

@@ -22,10 +22,9 @@ Argument = Annotated[Path, tyro.conf.Positional]
 
 
 class LaneTrainer(SFTTrainer):
-    """Takes the loss from the model: TRL's own multiplies by `lm_head.weight`, whose rows
-    here belong to lanes.
-    """
+    """Takes the loss from the model."""
 
+    # TRL's own multiplies by `lm_head.weight`, whose rows here belong to lanes
     def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         return super(SFTTrainer, self).compute_loss(
             model, {**inputs, "use_cache": False}, *args, **kwargs
@@ -55,9 +54,7 @@ def train(
     lr: float,
     peft_config: Any = None,
 ) -> Any:
-    """The trained network; float32, on a GPU with bfloat16 products. With `peft_config` only
-    an adapter is trained.
-    """
+    """Return the trained network, in float32; with `peft_config` only an adapter is trained."""
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
     settings = SFTConfig(
         output_dir=str(out),
@@ -69,6 +66,7 @@ def train(
         learning_rate=lr,
         warmup_steps=steps // 20,
         logging_steps=max(1, steps // 20),
+        # products alone: the weights stay float32
         bf16=torch.cuda.is_available(),
         save_strategy="no",
         report_to="none",
@@ -94,9 +92,8 @@ def save(network: PreTrainedModel, folder: Path, out: Path) -> None:
         "tokenizer.model",
         "chat_template.jinja",
     ):
-        if (
-            folder / name
-        ).is_file():  # a tokenizer.json that was given stands without a tokenizer.model
+        # a tokenizer.json may stand without a tokenizer.model
+        if (folder / name).is_file():
             shutil.copy(folder / name, out)
 
 

@@ -1,4 +1,4 @@
-"""The ablation's corpus, the same on every machine: docstrings, examples and source of
+"""Write the ablation's corpus, the same on every machine: docstrings, examples and source of
 Python packages, generated text.
 
     python -m examples.wheels_corpus --out DIR
@@ -27,7 +27,8 @@ PINNED = Path(__file__).with_name("wheels.txt")
 PURE = ("--only-binary", ":all:", "--platform", "any", "--implementation", "py", "--abi", "none")
 PROSE = ("sympy", "networkx", "keras", "jax", "nltk", "xarray", "transformers", "mpmath")
 CODE = ("django", "twisted", "sqlalchemy")
-PROSE_BYTES, CODE_BYTES, EXAMPLES_BYTES = 1_600_000, 2_800_000, 700_000  # most of a package
+# most that is taken of a package
+PROSE_BYTES, CODE_BYTES, EXAMPLES_BYTES = 1_600_000, 2_800_000, 700_000
 
 
 def main(out: Path) -> None:
@@ -40,9 +41,7 @@ def main(out: Path) -> None:
 
 
 def unpack(folder: Path, target: Path) -> None:
-    """Download what PINNED names and unpack it to `target`, whole or not at all. SystemExit
-    with pip's own words.
-    """
+    """Download what PINNED names and unpack it to `target`; SystemExit with pip's own words."""
     pip = (
         sys.executable,
         "-m",
@@ -66,12 +65,12 @@ def unpack(folder: Path, target: Path) -> None:
     for wheel in sorted(folder.glob("*.whl")):
         with zipfile.ZipFile(wheel) as archive:
             archive.extractall(part)
+    # whole or not at all
     os.rename(part, target)
 
 
 def texts(packages: Path) -> Mapping[str, Sequence[tuple[Texts, int | None]]]:
-    """By source: texts of each package, and how much of it to take."""
-
+    """Return by source the texts of each package, and how much of it to take."""
     root = packages.resolve()
     tests = [f"{root}/*/{part}" for part in ("test/*", "tests/*", "testing/*", "test_*")]
 
@@ -80,8 +79,8 @@ def texts(packages: Path) -> Mapping[str, Sequence[tuple[Texts, int | None]]]:
     ) -> list[tuple[Texts, int]]:
         globs = [f"{root}/{name}/**/*.py" for name in names]
         return [
-            (corpus.read(reader, each, exclude=tuple(tests), beside=root), max_bytes)
-            for each in globs
+            (corpus.read(reader, pattern, exclude=tuple(tests), beside=root), max_bytes)
+            for pattern in globs
         ]
 
     return {

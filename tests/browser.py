@@ -1,4 +1,4 @@
-"""A real headless browser for tests of pages; the tests skip themselves where there is none."""
+"""Drive a real headless browser in tests of pages; the tests skip themselves where there is none."""
 
 from __future__ import annotations
 
@@ -50,6 +50,7 @@ class Page:
         )
         for theirs in (theirs_in, theirs_out):
             os.close(theirs)
+        # messages end with a zero byte, which reads do not respect
         self._in, self._out, self._rest, self._calls = ours_in, ours_out, b"", 0
         self._session: dict[str, str] = {}
         self.console: list[str] = []
@@ -116,7 +117,6 @@ class Page:
         return outcome["result"].get("value")
 
     def until(self, expression: str, limit_s: float = 120) -> None:
-        """Wait until an expression is true."""
         end = time.monotonic() + limit_s
         while not self.run(f"Boolean({expression})"):
             assert time.monotonic() < end, (
@@ -128,7 +128,7 @@ class Page:
         self.run(f"document.querySelector({json.dumps(selector)}).click()")
 
     def type(self, text: str) -> None:
-        """Into what has the focus."""
+        # into what has the focus
         self.call("Input.insertText", text=text)
 
     def press(self, key: str, text: str = "", modifiers: int = 0) -> None:

@@ -23,8 +23,7 @@ hypothesis.settings.load_profile("change")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Hide the GPUs, also from processes that tests start, unless `-m gpu` alone is given."""
-    # a job would need a GPU for each of its ranks
+    # GPUs are hidden, also from processes that tests start: a job would need one for each of its ranks
     if config.option.markexpr != "gpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
@@ -86,9 +85,9 @@ web = 0
 
 
 @pytest.fixture(scope="session")
-def prepared_data(shared):
-    """Return three small sources, a 512-piece tokenizer, two phases' locks, windows of 32."""
-    return shared("prepared_data", prepare) / "out"
+def data_folder(shared):
+    # three small sources, a 512-piece tokenizer, two phases' locks, windows of 32
+    return shared("data_folder", prepare) / "out"
 
 
 def prepare(folder: Path) -> None:
@@ -103,6 +102,7 @@ def prepare(folder: Path) -> None:
         "--out",
         str(folder / "out"),
     ]
-    command += ["--workers", "1"]  # so little text is done before other processes have started
+    # so little text is done before other processes have started
+    command += ["--workers", "1"]
     outcome = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
     assert outcome.returncode == 0, outcome.stdout[-2000:] + outcome.stderr[-2000:]

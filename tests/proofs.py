@@ -1,4 +1,4 @@
-"""Proofs that are functions of files: not repeated while nothing that decides them has changed.
+"""Skip proofs that are functions of files while nothing that decides them has changed.
 
     pytestmark = pytest.mark.proof("models/laneformer/engine/cuda/*.cu*")
 
@@ -40,7 +40,8 @@ from tools.check.imports import PACKAGES, list_imports
 
 ROOT = Path(__file__).resolve().parents[1]
 CACHE = Path(os.environ.get("LANEFORMER_CACHE") or Path.home() / ".cache/laneformer") / "ci"
-ROOTS = {"laneformer": ROOT / "models"}  # every other package lies in ROOT
+# every other package lies in ROOT
+ROOTS = {"laneformer": ROOT / "models"}
 OURS = {*PACKAGES, "tests"}
 COMPILERS = ("g++", "gcc", "aarch64-linux-gnu-g++", "qemu-aarch64-static")
 WHEELS = ("numpy", "torch", "triton", "cuda-bindings", "nvidia-cuda-nvrtc", "nanobind", "pytest")
@@ -89,7 +90,7 @@ def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
 
 
 def leave(key: str) -> None:
-    """Remember that the test of this key has passed."""
+    # one rename: another process never sees a half written key
     (CACHE / "proofs").mkdir(parents=True, exist_ok=True)
     partial = CACHE / "proofs" / f".{key}.{os.getpid()}"
     partial.write_text(time.strftime("%Y-%m-%d\n"))
@@ -105,13 +106,13 @@ def key_of(name: str, module: Path, patterns: tuple[str, ...], programs: bool = 
 
 
 def match_patterns(patterns: tuple[str, ...]) -> set[Path]:
-    found: set[Path] = set()
+    matches: set[Path] = set()
     for pattern in patterns:
         files = {path for path in ROOT.glob(pattern) if path.is_file()}
         if not files:
             raise ValueError(f"the proof's input {pattern!r} matches no file below {ROOT}")
-        found |= files
-    return found
+        matches |= files
+    return matches
 
 
 @functools.cache
@@ -143,22 +144,22 @@ def surroundings() -> str:
 @functools.cache
 def list_reached(module: Path, programs: bool = False) -> frozenset[Path]:
     """Return the module, its conftest files unless `programs`, and all files here they import."""
-    todo, found = [module, *([] if programs else conftests(module))], set()
+    todo, reached = [module, *([] if programs else list_conftests(module))], set()
     while todo:
         path = todo.pop()
-        if path not in found:
-            found.add(path)
-            todo += imports(path)
-    return frozenset(found)
+        if path not in reached:
+            reached.add(path)
+            todo += list_imported_files(path)
+    return frozenset(reached)
 
 
-def conftests(module: Path) -> list[Path]:
+def list_conftests(module: Path) -> list[Path]:
     folders = [folder for folder in module.parents if folder.is_relative_to(ROOT)]
     return [folder / "conftest.py" for folder in folders if (folder / "conftest.py").exists()]
 
 
 @functools.cache
-def imports(path: Path) -> tuple[Path, ...]:
+def list_imported_files(path: Path) -> tuple[Path, ...]:
     """Return the repository files that one file imports, lazily and for typing included."""
     base = ROOTS["laneformer"] if path.is_relative_to(ROOTS["laneformer"]) else ROOT
     package = ".".join(path.relative_to(base).parent.parts)
@@ -175,9 +176,9 @@ def files_of(name: str) -> tuple[Path, ...]:
     parts = name.split(".")
     if parts[0] not in OURS:
         return ()
-    found, folder = [], ROOTS.get(parts[0], ROOT)
+    files, folder = [], ROOTS.get(parts[0], ROOT)
     for part in parts:
         candidates = (folder / f"{part}.py", folder / part / "__init__.py")
-        found += [path for path in candidates if path.is_file()]
+        files += [path for path in candidates if path.is_file()]
         folder = folder / part
-    return tuple(found)
+    return tuple(files)

@@ -1,8 +1,7 @@
-"""The order in which pytest-xdist starts tests: groups by file, longest first, rotating ones last.
+"""Order the tests that pytest-xdist starts: groups by file, longest first, rotating ones last.
 
 A group runs in one worker. Tests that use a fixture of module scope stay together; the others of a
-long file are cut into groups of about GROUP_S. Workers write the groups to a file for the
-scheduler, as pytest 9.2 with xdist 3.8 loses the marks of `--dist loadgroup`.
+long file are cut into groups of about GROUP_S.
 `--no-loadscope-reorder` keeps xdist from sorting groups by their number of tests.
 `pytest --write-durations` updates durations.json.
 """
@@ -20,9 +19,12 @@ from tests.tiers import DURATIONS, draw_place, rotates
 
 GROUPS = "groups.json"
 GROUP_S = 30.0
-UNKNOWN_S, UNKNOWN_JOB_S = 0.1, 5.0  # of a test that durations.json does not name
-ROTATING = "?"  # begins the name of a group of tests that rotate
-LEAST_S = 1.0  # shorter tests are not listed
+# of a test that durations.json does not name
+UNKNOWN_S, UNKNOWN_JOB_S = 0.1, 5.0
+# begins the name of a group of tests that rotate
+ROTATING = "?"
+# shorter tests are not listed
+LEAST_S = 1.0
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -33,12 +35,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(trylast=True)  # after tests were deselected
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if not getattr(config.option, "loadgroup", False):  # set by xdist in its workers
+    # set by xdist in its workers
+    if not getattr(config.option, "loadgroup", False):
         return
     durations: dict[str, float] = json.loads(DURATIONS.read_text())
-    seconds: defaultdict[str, float] = defaultdict(float)  # of a group
+    # of a group
+    seconds: defaultdict[str, float] = defaultdict(float)
     group_of: dict[pytest.Item, str] = {}
-    number: defaultdict[str, int] = defaultdict(int)  # of the group of a file that is being filled
+    # of the group of a file that is being filled
+    number: defaultdict[str, int] = defaultdict(int)
     for item in items:
         file = group = f"{ROTATING if rotates(item) else ''}{item.nodeid.split('::')[0]}"
         job = item.get_closest_marker("job") is not None
@@ -50,6 +55,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         seconds[group] += duration
         group_of[item] = group
     items.sort(key=lambda item: place(group_of[item], seconds[group_of[item]]))
+    # to a file for the scheduler: pytest 9.2 with xdist 3.8 loses the marks of `--dist loadgroup`
     folder = config._tmp_path_factory.getbasetemp()  # type: ignore[attr-defined]
     (folder / GROUPS).write_text(
         json.dumps({item.nodeid: group for item, group in group_of.items()})
@@ -57,7 +63,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def place(group: str, seconds: float) -> tuple[bool, float, str]:
-    """Sorts groups: the longest first, and behind them what rotates."""
+    """Return a group's sort key: the longest first, and behind them what rotates."""
     is_rotating = group[0] == ROTATING
     return is_rotating, draw_place(group) if is_rotating else -seconds, group
 
@@ -70,7 +76,8 @@ class GroupScheduling(LoadScopeScheduling):
         self.group_of: dict[str, str] = {}
 
     def _split_scope(self, nodeid: str) -> str:
-        if not self.group_of:  # all workers collected the same
+        # all workers collected the same
+        if not self.group_of:
             folder = self.config._tmp_path_factory.getbasetemp()  # type: ignore[attr-defined]
             self.group_of = json.loads(next(folder.glob(f"popen-*/{GROUPS}")).read_text())
         return self.group_of[nodeid]
@@ -82,8 +89,10 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadSco
 
 def shares_a_fixture(item: pytest.Item) -> bool:
     """Return whether the test uses a fixture of module, class or package scope."""
-    known = item._fixtureinfo.name2fixturedefs  # type: ignore[attr-defined]
-    return any(fixtures[-1].scope in ("module", "class", "package") for fixtures in known.values())
+    by_name = item._fixtureinfo.name2fixturedefs  # type: ignore[attr-defined]
+    return any(
+        fixtures[-1].scope in ("module", "class", "package") for fixtures in by_name.values()
+    )
 
 
 class Stopwatch:
@@ -104,11 +113,11 @@ class Stopwatch:
         )
 
 
-def merge_durations(known: dict[str, float], measured: dict[str, float], skipped: set[str]) -> str:
-    """Return the file's content: measured tests replace known ones unless skipped."""
-    ran = {name: round(taken, 1) for name, taken in measured.items() if name not in skipped}
-    kept = {name: taken for name, taken in {**known, **ran}.items() if taken >= LEAST_S}
-    return json.dumps(dict(sorted(kept.items())), indent=1) + "\n"
+def merge_durations(listed: dict[str, float], measured: dict[str, float], skipped: set[str]) -> str:
+    """Return the file's content: measured tests replace listed ones unless skipped."""
+    ran = {name: round(seconds, 1) for name, seconds in measured.items() if name not in skipped}
+    merged = {name: seconds for name, seconds in {**listed, **ran}.items() if seconds >= LEAST_S}
+    return json.dumps(dict(sorted(merged.items())), indent=1) + "\n"
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -1,4 +1,4 @@
-"""Folders that tests of all pytest-xdist workers read, each made once in a session.
+"""Make folders that tests of all pytest-xdist workers read, each once in a session.
 
 `shared(name, make)` calls make(folder) in the first worker that needs it; the others wait, or fail
 at once with the same error. No test may change such a folder: the session's end compares each with
@@ -25,7 +25,7 @@ IGNORED = {"__pycache__", ".git", ".packed", "debug-core.log"}
 
 @dataclass(frozen=True)
 class Shared:
-    """root: of all shared folders of a session."""
+    """The shared folders of a session, below `root`."""
 
     root: Path
 
@@ -38,7 +38,8 @@ class Shared:
             if failed.exists():
                 pytest.fail(f"{name} could not be made:\n{failed.read_text()}", pytrace=False)
             if not marker.exists():
-                shutil.rmtree(folder, ignore_errors=True)  # of a worker that died while it made it
+                # of a worker that died while it made it
+                shutil.rmtree(folder, ignore_errors=True)
                 folder.mkdir()
                 try:
                     make(folder)
@@ -68,12 +69,12 @@ def kind(name: str, was: dict[str, str], now: dict[str, str]) -> str:
 
 def digest(folder: Path) -> dict[str, str]:
     """Return relative path -> hash of the content and modification time."""
-    found = {}
+    hashes = {}
     for path in sorted(folder.rglob("*")):
         if path.is_file() and not IGNORED & set(path.relative_to(folder).parts):
             content = hashlib.sha256(path.read_bytes()).hexdigest()
-            found[str(path.relative_to(folder))] = f"{content} {path.stat().st_mtime_ns}"
-    return found
+            hashes[str(path.relative_to(folder))] = f"{content} {path.stat().st_mtime_ns}"
+    return hashes
 
 
 def root_of(config: pytest.Config) -> Path:

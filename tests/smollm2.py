@@ -1,4 +1,4 @@
-"""A small real model in float32 for the opt-in tests: `python -m tests.smollm2 GGUF --out FOLDER`."""
+"""Write a small real model in float32 for the opt-in tests: `python -m tests.smollm2 GGUF --out FOLDER`."""
 
 from __future__ import annotations
 

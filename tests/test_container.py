@@ -16,7 +16,7 @@ import pytest
 from tests.laneformer.serve.conftest import write_model
 
 ROOT = Path(__file__).resolve().parents[1]
-KNOWN = {"FROM", "RUN", "COPY", "ENV", "USER", "EXPOSE", "ENTRYPOINT", "CMD"}
+SUPPORTED = {"FROM", "RUN", "COPY", "ENV", "USER", "EXPOSE", "ENTRYPOINT", "CMD"}
 INSTRUCTIONS = [
     tuple(line.split(maxsplit=1))
     for line in re.sub(r"\\\n", " ", (ROOT / "Dockerfile").read_text()).splitlines()
@@ -30,7 +30,8 @@ RUNTIME = next(
     ),
     None,
 )
-LIMIT_S = 600  # of one command
+# of one command
+LIMIT_S = 600
 
 
 def test_its_instructions_name_what_is_there():
@@ -40,7 +41,7 @@ def test_its_instructions_name_what_is_there():
         if line.startswith("!")
     }
     for name, rest in INSTRUCTIONS:
-        assert name in KNOWN, name
+        assert name in SUPPORTED, name
         if name == "COPY" and not rest.startswith("--from"):
             sources = rest.split()[:-1]
             assert set(sources) <= allowed, "what .dockerignore leaves out"
@@ -104,7 +105,6 @@ def run(command: list[str], **environment: str) -> None:
 
 @pytest.fixture
 def server_address(tmp_path):
-    """Return the address of a server in the container, with a tiny model."""
     model = write_model(tmp_path / "model", max_position_embeddings=512)
     command = [*json.loads(dict(INSTRUCTIONS)["CMD"]), "--port", "8123"]
     if RUNTIME:
@@ -151,6 +151,7 @@ def server_address(tmp_path):
 )
 def test_it_serves(server_address):
     body = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 8}
-    client = httpx.Client(transport=httpx.HTTPTransport(retries=8), timeout=60)  # 64 s in all
+    # 64 s in all, in which the server starts
+    client = httpx.Client(transport=httpx.HTTPTransport(retries=8), timeout=60)
     answer = client.post(f"{server_address}/v1/chat/completions", json=body)
     assert answer.json()["choices"][0]["message"]["role"] == "assistant"

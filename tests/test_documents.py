@@ -35,7 +35,8 @@ PAGES = [*GUIDES, ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*/*.md"))
 FROZEN = "Repeat at commit "
 NAMES = {"tools.check": tools.check.__main__.CHECKS, "tools.bench": tools.bench.__main__.BENCHMARKS}
 OURS = ("records", "laneformer", "data_mixtures", "train", "evals", "tools", "examples")
-JOB = "train.job_config"  # parses and checks the flags of `python -m train`
+# parses and checks the flags of `python -m train`
+JOB = "train.job_config"
 
 
 # --- fenced commands, which a process of its own parses, since TorchTitan keeps global state
@@ -64,7 +65,7 @@ def then_stop(parse: Callable[..., tuple[Any, list[str] | None]]) -> Callable[..
     return parse_and_stop
 
 
-def fenced_commands(page: Path) -> Iterator[tuple[str, list[str]]]:
+def list_fenced_commands(page: Path) -> Iterator[tuple[str, list[str]]]:
     """Yield (module, or "make", and its arguments) of our programs in a page's fenced blocks."""
     blocks = re.findall(r"^```(\w*)\n(.*?)^```", page.read_text(encoding="utf-8"), re.M | re.S)
     for language, block in blocks:
@@ -88,8 +89,8 @@ def fenced_commands(page: Path) -> Iterator[tuple[str, list[str]]]:
 def fault_of(program: str, arguments: list[str]) -> str | None:
     """Return the error of the program's parser, or of the job's parser for the job's arguments."""
     if program == "make":
-        known = re.findall(r"^([\w-]+)(?::|(?= [\w -]+:))", (ROOT / "Makefile").read_text(), re.M)
-        return None if arguments[0] in known else f"make has no target {arguments[0]}"
+        targets = re.findall(r"^([\w-]+)(?::|(?= [\w -]+:))", (ROOT / "Makefile").read_text(), re.M)
+        return None if arguments[0] in targets else f"make has no target {arguments[0]}"
     is_of_job = [word.startswith("--") and "." in word.split("=")[0] for word in arguments]
     flags = arguments[is_of_job.index(True) :] if any(is_of_job) else []
     if program == "train":
@@ -110,8 +111,9 @@ def run_parser(module: str, arguments: list[str]) -> str | None:
                 module = "laneformer.cli"
             runpy.run_module(module, run_name="__main__", alter_sys=True)
     except Parsed as parsed:
-        own = [*parsed.rest][:1]
-        return None if not own or "." in own[0] else f"unknown argument {own[0]}"
+        # what has a dot in its name is the job's
+        unread = [*parsed.rest][:1]
+        return None if not unread or "." in unread[0] else f"unknown argument {unread[0]}"
     except SystemExit as end:
         return (
             None
@@ -126,14 +128,14 @@ def run_parser(module: str, arguments: list[str]) -> str | None:
 def print_faults(pages: Sequence[Path]) -> None:
     stop_after_parsing()
     for page in pages:
-        for program, arguments in fenced_commands(page):
+        for program, arguments in list_fenced_commands(page):
             if fault := fault_of(program, arguments):
                 print(f"{page.name}: {program} {shlex.join(arguments)}: {fault}")
 
 
 @pytest.mark.job
 def test_every_fenced_command_is_parsed_by_its_program(tmp_path):
-    assert sum(len([*fenced_commands(page)]) for page in GUIDES) > 80
+    assert sum(len([*list_fenced_commands(page)]) for page in GUIDES) > 80
     planted = {
         "python -m tools.gone x": "No module named tools.gone",
         "torchrun ... -m train --job.config_file configs/phase1.toml --training.stepz 5": "stepz",
@@ -146,13 +148,13 @@ def test_every_fenced_command_is_parsed_by_its_program(tmp_path):
     page.write_text("```\n" + "\n".join(planted) + "\n```\n")
     status, output = run_forked(tmp_path, "tests.test_documents", str(page), *map(str, GUIDES))
     assert status == 0, output
-    found = [line for line in output.splitlines() if line.startswith("planted.md")]
-    assert len(found) == len(planted), output
+    faults = [line for line in output.splitlines() if line.startswith("planted.md")]
+    assert len(faults) == len(planted), output
     assert all(words in output for words in planted.values()), output
     assert not [
         line
         for line in output.splitlines()
-        if re.match(r"[\w-]+\.md: ", line) and line not in found
+        if re.match(r"[\w-]+\.md: ", line) and line not in faults
     ]
 
 
@@ -174,8 +176,8 @@ def faults_of(page: Path) -> Iterator[str]:
     }
     yield from (name for name in modules if not exists(name) and not name.endswith(".NAME"))
     for command, names in NAMES.items():
-        named = re.findall(rf"python -m {re.escape(command)} ([a-z]\w*)", commands)
-        yield from (f"{command} {name}" for name in named if name not in names)
+        arguments = re.findall(rf"python -m {re.escape(command)} ([a-z]\w*)", commands)
+        yield from (f"{command} {name}" for name in arguments if name not in names)
     files = re.findall(r"(?:configs|data_mixtures|examples)/[\w-]+\.toml", commands)
     yield from (name for name in files if not (ROOT / name).is_file())
     links = [
@@ -213,37 +215,34 @@ def test_what_leads_nowhere_is_named(tmp_path):
 
 def test_no_page_promises_an_index():
     # until docs/release.md is done, `pip install laneformer` would install what anybody registers
-    promise = re.compile(r"(pipx?|uv)\b.*\b(install|run)\b[^.\n]*?[\s\"']laneformer\b(?!-)")
-    found = [
-        f"{page.name}: {line}"
-        for page in PAGES
-        if page.name != "release.md"
-        for line in page.read_text().splitlines()
-        if promise.search(line)
+    promise = re.compile(r"(pipx?|uv)\b.*\b(install|run)\b[^.\n]*?[ \"']laneformer\b(?!-)")
+    pages = [page for page in PAGES if page.name != "release.md"]
+    promises = [
+        f"{page.name}: {match[0]}" for page in pages for match in promise.finditer(page.read_text())
     ]
-    assert found == [], "say `pip install .` from a checkout"
+    assert promises == [], "say `pip install .` from a checkout"
 
 
 def test_files_named_by_the_architecture_page_exist():
     text = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
-    named = set(re.findall(r"`([\w./]*\w\.(?:py|cpp|h|cu|cuh))`", text))
+    names = set(re.findall(r"`([\w./]*\w\.(?:py|cpp|h|cu|cuh))`", text))
     folders = [ROOT / top for top in (*OURS, "models", "tests")]
     files = [f"/{path.relative_to(ROOT)}" for folder in folders for path in folder.rglob("*.*")]
-    assert len(named) > 30
-    assert not [name for name in named if not any(file.endswith(f"/{name}") for file in files)]
+    assert len(names) > 30
+    assert not [name for name in names if not any(file.endswith(f"/{name}") for file in files)]
 
 
 def test_help_names_the_command_and_not_the_file_of_this_machine():
-    ran = [
+    programs = [
         path
         for top in ("tools", "examples", "train", "evals")
         for path in (ROOT / top).rglob("*.py")
     ]
     calls = {
         p: re.findall(r"tyro\.cli\((?:[^()]|\([^()]*\))*\)", p.read_text(encoding="utf-8"))
-        for p in ran
+        for p in programs
     }
-    assert not [p for p, found in calls.items() if any("prog=" not in each for each in found)]
+    assert not [p for p, texts in calls.items() if any("prog=" not in text for text in texts)]
 
 
 @pytest.mark.parametrize(("word", "status"), [("--help", 0), ("strucure", 2)])
@@ -292,7 +291,7 @@ def test_chat_and_serving_are_executed(name, tmp_path):
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     with hold_port() as holder:
         script = "\n".join([f"MODEL={model}", *lines]).replace("8000", str(holder.getsockname()[1]))
-        done = subprocess.run(
+        outcome = subprocess.run(
             ["bash", "-euo", "pipefail", "-c", script],
             cwd=ROOT,
             env={**os.environ, "PATH": path},
@@ -301,11 +300,11 @@ def test_chat_and_serving_are_executed(name, tmp_path):
             text=True,
             timeout=300,
         )
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert outcome.returncode == 0, outcome.stdout + outcome.stderr
     if name == "Serving":
-        assert '{"status":"ok"}' in done.stdout
-        assert '"role":"assistant"' in done.stdout
-        assert re.search(r"^laneformer_generated_tokens_total [1-9]", done.stdout, re.MULTILINE)
+        assert '{"status":"ok"}' in outcome.stdout
+        assert '"role":"assistant"' in outcome.stdout
+        assert re.search(r"^laneformer_generated_tokens_total [1-9]", outcome.stdout, re.MULTILINE)
 
 
 if __name__ == "__main__":

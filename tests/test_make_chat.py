@@ -57,7 +57,8 @@ def test_make_chat(tmp_path):
             ["pgrep", "-g", str(make.pid), "-f", "laneformer serve"], capture_output=True, text=True
         )
         server = next(int(pid) for pid in children.stdout.split() if int(pid) != make.pid)
-        os.kill(server, signal.SIGINT)  # to all of the group, make itself would end by the signal
+        # to all of the group, make itself would end by the signal
+        os.kill(server, signal.SIGINT)
         assert make.wait(60) == 0
         assert "Traceback" not in make.stdout.read()
     finally:

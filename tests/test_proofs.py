@@ -32,7 +32,7 @@ FILES = {
 
 @pytest.fixture
 def checkout(pytester, monkeypatch):
-    """Make a repository of one proof, its helper and its input."""
+    # one proof, its helper and its input
     for name, text in FILES.items():
         (pytester.path / name).parent.mkdir(exist_ok=True)
         (pytester.path / name).write_text(text)
@@ -42,7 +42,12 @@ def checkout(pytester, monkeypatch):
 
 
 def key(checkout, programs=False):
-    for cached in (proofs.content_hash, proofs.list_reached, proofs.imports, proofs.files_of):
+    for cached in (
+        proofs.content_hash,
+        proofs.list_reached,
+        proofs.list_imported_files,
+        proofs.files_of,
+    ):
         cached.cache_clear()
     return proofs.key_of("test_it", checkout / "tests/test_it.py", ("kernels/*.cu",), programs)
 
@@ -51,8 +56,10 @@ def test_a_proof_is_not_repeated_and_nothing_else_is_skipped(checkout, pytester,
     for name in ("proofs", "tiers"):
         (checkout / f"tests/{name}.py").write_text((ROOT / f"tests/{name}.py").read_text())
     monkeypatch.setenv("LANEFORMER_CACHE", str(checkout / "cache"))
-    monkeypatch.delenv("ROTATE_UNTIL", raising=False)  # of the run that this test belongs to
-    monkeypatch.setenv("PYTHONPATH", f"{checkout}:{ROOT}")  # whose tools the plugin uses
+    # of the run that this test belongs to
+    monkeypatch.delenv("ROTATE_UNTIL", raising=False)
+    # whose tools the plugin uses
+    monkeypatch.setenv("PYTHONPATH", f"{checkout}:{ROOT}")
     for outcomes in (
         {"passed": 1, "failed": 1, "skipped": 1},
         {"passed": 0, "failed": 1, "skipped": 2},

@@ -14,12 +14,12 @@ SHORT = "def test_a(): pass\ndef test_b(): pass\ndef test_c(): pass\n"
 LONG = """
 import pytest
 @pytest.fixture(scope="module")
-def made(): return 1
+def number(): return 1
 @pytest.mark.proof
 def test_proved(): pass
 def test_alone(): pass
-def test_one(made): pass
-def test_two(made): pass
+def test_one(number): pass
+def test_two(number): pass
 @pytest.mark.parametrize("x", ["with ] and @"])
 def test_last(x): pass
 """
@@ -40,7 +40,7 @@ PLUGIN = "import pathlib\nfrom tests import schedule\nschedule.DURATIONS = pathl
 
 @pytest.fixture(autouse=True)
 def no_deadline(monkeypatch):
-    """Remove this run's deadline from the runs inside these tests."""
+    # of this run, which the runs inside these tests would inherit
     monkeypatch.delenv("ROTATE_UNTIL", raising=False)
 
 
@@ -79,10 +79,10 @@ def test_a_group_runs_in_one_worker(pytester):
     assert [(len(log), len(set(log))) for log in logs] == [(6, 1)] * 2
 
 
-def test_measured_times_replace_known_ones():
-    known = {"kept": 3.0, "skipped": 4.0, "faster": 9.0}
+def test_measured_times_replace_listed_ones():
+    listed = {"kept": 3.0, "skipped": 4.0, "faster": 9.0}
     merged = schedule.merge_durations(
-        known, {"skipped": 0.1, "faster": 0.2, "new": 5.04}, {"skipped"}
+        listed, {"skipped": 0.1, "faster": 0.2, "new": 5.04}, {"skipped"}
     )
     assert json.loads(merged) == {"kept": 3.0, "new": 5.0, "skipped": 4.0}
 

@@ -14,12 +14,12 @@ from tests.tools.launch.launch_assets import commit, git
 from tools.check import structure
 from tools.check.imports import (
     Edge,
-    broken_arrows,
-    circles,
-    edges,
-    folder_edges,
+    find_circles,
+    find_edges,
+    find_folder_edges,
+    find_forbidden_edges,
     list_imports,
-    modules,
+    list_modules,
     package_of,
 )
 
@@ -49,18 +49,17 @@ ONLY_IN = {
 
 
 def plant(root: Path, files: dict[str, str]) -> set[Edge]:
-    """Write files below `root`; returns the edges between them."""
     for name, text in files.items():
         path = root / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
-    return edges(root)
+    return find_edges(root)
 
 
 def test_nobody_imports_a_second_copy_of_laneformer():
-    assert len(modules(ROOT)) > 100
-    assert len(edges(ROOT)) > 200
-    for module, path in modules(ROOT).items():
+    assert len(list_modules(ROOT)) > 100
+    assert len(find_edges(ROOT)) > 200
+    for module, path in list_modules(ROOT).items():
         names = [
             name for name, _ in list_imports(ast.parse(path.read_text()), package_of(module, path))
         ]
@@ -69,7 +68,7 @@ def test_nobody_imports_a_second_copy_of_laneformer():
 
 def test_arrows_inside_laneformer():
     folder = ROOT / "models/laneformer"
-    for module, path in modules(ROOT).items():
+    for module, path in list_modules(ROOT).items():
         parts = path.relative_to(folder).parts if path.is_relative_to(folder) else ("__init__.py",)
         part = "engine/cuda" if parts[:2] == ("engine", "cuda") else parts[0].removesuffix(".py")
         if part == "__init__":
@@ -93,7 +92,7 @@ def test_arrows_inside_laneformer():
 
 
 @pytest.mark.parametrize(
-    ("files", "broken"),
+    ("files", "fault"),
     [
         ({"train/a.py": "def f():\n    from evals import b\n"}, "train.a imports evals.b"),
         ({"train/a.py": "run([python, '-m', 'evals.b'])"}, "train.a names evals.b"),
@@ -110,14 +109,14 @@ def test_arrows_inside_laneformer():
         ),
     ],
 )
-def test_planted_arrows_are_found(tmp_path, files, broken):
+def test_planted_arrows_are_found(tmp_path, files, fault):
     ground = {
         "evals/__init__.py": "",
         "evals/b.py": "",
         "tools/__init__.py": "",
         "tools/__main__.py": "",
     }
-    assert broken_arrows(plant(tmp_path, ground | files)) == [broken][: broken is not None]
+    assert find_forbidden_edges(plant(tmp_path, ground | files)) == [fault][: fault is not None]
 
 
 CHAIN = {"tools/a.py": "from . import b", "tools/b.py": "from .c import x", "tools/c.py": ""}
@@ -130,15 +129,16 @@ FOLDERS = {"tools/p/a/x.py": "import tools.p.b.y", "tools/p/b/y.py": "", "tools/
     [
         (CHAIN, [], []),
         (CHAIN | {"tools/c.py": "run('-m', 'tools.a')"}, [THREE], [THREE]),
-        (CHAIN | {"tools/c.py": "import tools.c"}, [], []),  # a process that starts itself again
+        # a process that starts itself again
+        (CHAIN | {"tools/c.py": "import tools.c"}, [], []),
         (FOLDERS, [], []),
         (FOLDERS | {"tools/p/b/z.py": "import tools.p.a.x"}, [], [["tools.p.a", "tools.p.b"]]),
     ],
 )
 def test_planted_circles_are_found(tmp_path, files, of_modules, of_folders):
-    found = plant(tmp_path, files)
-    assert circles(found) == of_modules
-    assert circles(folder_edges(found)) == of_folders
+    edges = plant(tmp_path, files)
+    assert find_circles(edges) == of_modules
+    assert find_circles(find_folder_edges(edges)) == of_folders
 
 
 def commit_sizes(root: Path, sizes: dict[str, int]) -> None:
@@ -154,17 +154,18 @@ def test_the_ratchet_holds_the_smallest_size_that_history_has_seen(tmp_path):
     sizes = {name: 1000, "python_tokens_of_tests_and_examples": 0, "native_lines": 0}
     commit_sizes(tmp_path, sizes)
     commit_sizes(tmp_path, sizes | {name: 400})
-    commit_sizes(tmp_path, sizes | {name: 2000})  # who needs room edits the file
+    # who needs room edits the file
+    commit_sizes(tmp_path, sizes | {name: 2000})
     source = tmp_path / "records/a.py"
     source.parent.mkdir()
     for tokens, ok in ((405, True), (408, False)):
         source.write_text("x = 1\n" * (tokens // 3))
-        row = {row.name: row for row in structure.ratchet_measures(tmp_path)}[
+        row = {row.name: row for row in structure.measure_sizes(tmp_path)}[
             "python tokens of source"
         ]
         assert (row.value, row.limit, row.ok) == (tokens, 406, ok)
     shutil.rmtree(tmp_path / ".git")
-    assert structure.smallest_sizes(tmp_path)[name] == 2000, "a tarball has the file alone"
+    assert structure.read_smallest_sizes(tmp_path)[name] == 2000, "a tarball has the file alone"
 
 
 def test_sizes_count_source_tests_and_native_lines_apart(tmp_path):
@@ -198,7 +199,7 @@ def test_long_files_functions_and_classes_are_found(tmp_path):
         "train/c.cu": "void h(int n) {\n" + "  run([] { return 1; });\n" * 60 + "}\nvoid h() {}\n",
     }
     plant(tmp_path, texts)
-    excess = {row.name: row.excess for row in structure.length_measures(tmp_path)}
+    excess = {row.name: row.excess for row in structure.measure_lengths(tmp_path)}
     assert excess == {
         "lines of the longest file": [],
         "lines of the longest kernel file": [],

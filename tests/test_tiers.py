@@ -46,6 +46,6 @@ def test_what_does_not_run_is_named(pytester, monkeypatch, options, left_s, reas
     [("long", 70.0, True), ("long", 50.0, False), ("short", 1.0, True), ("short", -1.0, False)],
 )
 def test_none_begins_that_would_end_too_late(monkeypatch, name, left_s, begins):
-    known = {"long": tiers.GRACE_S + 60.0, "short": tiers.GRACE_S - 60.0}
-    monkeypatch.setattr(tiers, "durations", lambda: known)
+    seconds = {"long": tiers.GRACE_S + 60.0, "short": tiers.GRACE_S - 60.0}
+    monkeypatch.setattr(tiers, "durations", lambda: seconds)
     assert tiers.is_in_time(name, 1e9, 1e9 + left_s) == begins

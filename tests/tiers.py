@@ -1,4 +1,4 @@
-"""Three tiers of tests, so that a change waits only for what it can break.
+"""Sort tests into three tiers, so that a change waits only for what it can break.
 
 - unit: no mark; under 5 s, no whole job. `make test` runs these.
 - job: `pytest.mark.job`; every change (`make test-all`).
@@ -23,7 +23,8 @@ from pathlib import Path
 
 import pytest
 
-DURATIONS = Path(__file__).with_name("durations.json")  # of tests that take a second or more, in s
+# of tests that take a second or more, in s
+DURATIONS = Path(__file__).with_name("durations.json")
 EIGHTHS = 8
 GRACE_S = 180.0
 LEFT_OUT, TOO_LATE = "left out: rotates, not today's eighth", "left out: ROTATE_UNTIL is over"
@@ -37,7 +38,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    today()  # before workers start
+    # before workers start, which inherit the day
+    today()
     config.addinivalue_line("markers", "job: a whole job; `make test` leaves it out")
     config.addinivalue_line("markers", "rotate: every eighth day in CI, and in `make nightly`")
 
@@ -79,7 +81,8 @@ def is_in_time(name: str, now: float, until: float) -> bool:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if not rotates(item):
         return
-    name = item.nodeid.split("@tests/")[0]  # xdist appends the group
+    # xdist appends the group
+    name = item.nodeid.split("@tests/")[0]
     if not is_chosen(name, item.config.getoption("--rotate")):
         pytest.skip(LEFT_OUT)
     if not is_in_time(name, time.time(), float(os.environ.get("ROTATE_UNTIL", "inf"))):

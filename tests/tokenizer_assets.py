@@ -1,4 +1,4 @@
-"""Small Hugging Face tokenizers, built from the parts of real ones."""
+"""Build small Hugging Face tokenizers from the parts of real ones."""
 
 from __future__ import annotations
 
@@ -41,32 +41,35 @@ def byte_level(
     special: added tokens, the first of which its post-processor puts before a text. unused: pieces
     that no text gives, before the added ones.
     """
-    made = Tokenizer(models.BPE())
+    tokenizer = Tokenizer(models.BPE())
     plain = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pattern is None)
     split = pre_tokenizers.Split(Regex(pattern), "isolated") if pattern else None
-    made.pre_tokenizer = pre_tokenizers.Sequence([split, plain]) if split else plain
-    made.decoder = decoders.ByteLevel()
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, plain]) if split else plain
+    tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size, initial_alphabet=alphabet, show_progress=False
     )
-    made.train_from_iterator(texts, trainer)
-    spec = json.loads(made.to_str())
-    spec["model"]["vocab"] |= {f"unused {n}": made.get_vocab_size() + n for n in range(unused)}
-    made = Tokenizer.from_str(json.dumps(spec))
-    made.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in special])
-    first = special[0]
-    made.post_processor = processors.TemplateProcessing(
-        [first, "$A"], None, [(first, made.token_to_id(first))]
+    tokenizer.train_from_iterator(texts, trainer)
+    spec = json.loads(tokenizer.to_str())
+    spec["model"]["vocab"] |= {f"unused {n}": tokenizer.get_vocab_size() + n for n in range(unused)}
+    tokenizer = Tokenizer.from_str(json.dumps(spec))
+    tokenizer.add_special_tokens(
+        [AddedToken(name, special=True, normalized=False) for name in special]
     )
-    made.enable_truncation(8)  # a leftover of training that many published files have
-    return made
+    first = special[0]
+    tokenizer.post_processor = processors.TemplateProcessing(
+        [first, "$A"], None, [(first, tokenizer.token_to_id(first))]
+    )
+    # a leftover of training that many published files have
+    tokenizer.enable_truncation(8)
+    return tokenizer
 
 
-def save(made: Tokenizer, folder: Path, **config: Any) -> Path:
+def save(tokenizer: Tokenizer, folder: Path, **config: Any) -> Path:
     """Write tokenizer.json, and tokenizer_config.json if there is anything in it."""
     folder.mkdir(parents=True, exist_ok=True)
-    made.save(str(folder / "tokenizer.json"))
+    tokenizer.save(str(folder / "tokenizer.json"))
     if config:
         (folder / "tokenizer_config.json").write_text(json.dumps(config))
     return folder / "tokenizer.json"

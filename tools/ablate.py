@@ -1,4 +1,6 @@
-"""What a variant of the model costs in quality: `python -m tools.ablate configs/ablation.toml --out runs/ablation`.
+"""Measure what a variant of the model costs in quality.
+
+    python -m tools.ablate configs/ablation.toml --out runs/ablation
 
 A variant is a line of the trainer's flags, trained on every seed as a job in OUT/runs/VARIANT-SEED, whose result is a
 line of OUT/results.jsonl. The last validation losses are compared in pairs of one seed. An interrupted command goes on
@@ -50,7 +52,8 @@ from tools.markdown import table
 
 ROOT = Path(__file__).resolve().parents[1]
 POLL_S = 0.2
-ERROR_CHARS = 2000  # of the log of a run that has failed
+# of the end of the log of a run that has failed
+ERROR_CHARS = 2000
 
 
 @dataclass
@@ -71,12 +74,11 @@ class Options:
 
 @dataclass(frozen=True)
 class Plan:
-    """The config, checked."""
-
     job: str
     baseline: str
     seeds: Sequence[int]
-    variants: dict[str, str]  # flags of the trainer
+    # flags of the trainer
+    variants: dict[str, str]
 
 
 @dataclass(frozen=True)
@@ -93,6 +95,7 @@ def main() -> None:
     )
     check_ranges(Options, vars(options))
     results, plan = options.out / "results.jsonl", read_plan(options)
+    # two commands would start the same runs
     busy = f"another tools.ablate trains into {options.out}; choose another --out"
     with hold_lock(options.out / ".lock", busy):
         runs = plan_runs(plan, options.out, shared)
@@ -133,9 +136,9 @@ def plan_runs(plan: Plan, out: Path, shared: Sequence[str]) -> list[Run]:
         for variant, words in plan.variants.items():
             folder = out / "runs" / f"{variant}-{seed}"
             # a tensor's initial numbers depend on its name and the seed, so variants begin equal
-            own = shlex.split(words.replace("{seed}", str(seed)))
+            variant_flags = shlex.split(words.replace("{seed}", str(seed)))
             place = ["--job.dump_folder", str(folder), "--debug.seed", str(seed)]
-            runs.append(Run(variant, seed, folder, [*job, *place, *skip, *own]))
+            runs.append(Run(variant, seed, folder, [*job, *place, *skip, *variant_flags]))
     return runs
 
 
@@ -152,6 +155,7 @@ def settings_of(plan: Plan, runs: Sequence[Run], shared: Sequence[str]) -> dict[
 
 def check_settings(path: Path, settings: dict[str, Any]) -> None:
     """Write a folder's settings or add variants; ValueError where the folder has others."""
+    # results of other data or another job cannot be compared with those that are there
     before = read_json(path, missing={})
     for name, value in settings.items():
         if before.get(name, value) != value:
@@ -168,6 +172,7 @@ def train(runs: Sequence[Run], results: Path, workers: int, keep_checkpoints: bo
     """
     finished = {(row["variant"], row["seed"]) for row in read_lines(results)}
     waiting = [run for run in runs if (run.variant, run.seed) not in finished]
+    # once: the checkout may change while the runs train
     commit = code_version(ROOT)
     running: list[tuple[Run, subprocess.Popen[bytes]]] = []
     with Progress(console=Console(stderr=True)) as progress:
@@ -190,8 +195,9 @@ def train(runs: Sequence[Run], results: Path, workers: int, keep_checkpoints: bo
                         shutil.rmtree(run.folder / "checkpoint", ignore_errors=True)
                     progress.advance(bar)
         finally:
+            # all at once, then wait: each trainer saves a checkpoint first
             for _, process in running:
-                process.terminate()  # the trainer saves a checkpoint first
+                process.terminate()
             for _, process in running:
                 process.wait()
 
@@ -209,7 +215,8 @@ def start(run: Run) -> subprocess.Popen[bytes]:
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
-            start_new_session=True,  # Ctrl-C is for this command, which passes it on once
+            # Ctrl-C is for this command, which passes it on once
+            start_new_session=True,
         )
 
 
@@ -240,22 +247,24 @@ def compare(rows: Sequence[dict[str, Any]], baseline: str) -> str:
 
     losses: dict[str, dict[int, float]] = defaultdict(dict)
     for row in rows:
-        loss = row["valid_loss"]  # None of a run that diverged
+        # None of a run that diverged, which loses every comparison
+        loss = row["valid_loss"]
         losses[row["variant"]][row["seed"]] = math.inf if loss is None else loss
     if baseline not in losses:
         raise ValueError(f"there are no results of {baseline}, the baseline, yet; train it")
+    # in pairs of one seed: the data and the initial weights, which vary most, cancel out
     lines = []
     for variant, by_seed in losses.items():
         seeds = sorted(by_seed.keys() & losses[baseline].keys())
-        own, base = ([of[seed] for seed in seeds] for of in (by_seed, losses[baseline]))
+        changed, base = ([of[seed] for seed in seeds] for of in (by_seed, losses[baseline]))
         difference = half = p = "-"
         if variant != baseline and seeds:
-            difference = f"{fmean(own) - fmean(base):+.4f}"
-            if len(seeds) > 1 and all(map(math.isfinite, own + base)):
-                test = ttest_rel(own, base)
+            difference = f"{fmean(changed) - fmean(base):+.4f}"
+            if len(seeds) > 1 and all(map(math.isfinite, changed + base)):
+                test = ttest_rel(changed, base)
                 interval = test.confidence_interval(0.95)
                 half, p = f"{(interval.high - interval.low) / 2:.4f}", f"{test.pvalue:.4f}"
-        loss = f"{fmean(own):.4f}" if seeds else "-"
+        loss = f"{fmean(changed):.4f}" if seeds else "-"
         lines.append((variant, len(seeds), loss, difference, half, p))
     return table(("variant", "seeds", "validation loss", "difference", "±", "p"), lines)
 

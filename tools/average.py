@@ -42,7 +42,8 @@ from records.command import Positive, check_ranges, run_command
 from records.files import read_json, read_lines
 from records.job import read_sections
 
-KEPT = ("step", "phase", "attempt", "tokens", "tokens_total", "time")  # of a row of metrics.jsonl
+# of a row of metrics.jsonl: what holds for the mean as well
+ROW_KEYS = ("step", "phase", "attempt", "tokens", "tokens_total", "time")
 
 
 class Reader(dcp.FileSystemReader):
@@ -98,16 +99,18 @@ def average(
     chosen = newest(checkpoints, last) if last is not None else list(checkpoints)
     weights = weights or (1.0,) * len(chosen)
     config = check(chosen, weights, force)
+    # the newest lends its step, its dtypes and the files of its run
     step, path = max((checkpoint_step(folder) or 0, folder) for folder in chosen)
     stored = read_metadata(path).state_dict_metadata
+    # without memory: the planner makes each tensor when it is written
     empty = {
         name: torch.empty(shape, dtype=stored[name].properties.dtype, device="meta")
         for name, shape in config.tensor_shapes().items()
     }
     with stage_folder(out, overwrite) as folder:
         averaged = {
-            str(locate_checkpoint(each)): weight
-            for each, weight in zip(chosen, weights, strict=True)
+            str(locate_checkpoint(source)): weight
+            for source, weight in zip(chosen, weights, strict=True)
         }
         describe(folder, path, step, averaged)
         target = folder / f"checkpoint/step-{step}"
@@ -132,7 +135,8 @@ def newest(runs: Sequence[Path], count: int) -> list[Path]:
         try:
             check_complete(folder)
         except ValueError:
-            continue  # being written, or damaged
+            # being written, or damaged
+            continue
         complete.append(folder)
     if count > len(complete):
         raise ValueError(
@@ -156,19 +160,24 @@ def check(checkpoints: Sequence[Path], weights: Sequence[float], force: bool) ->
         )
     for path in others:
         theirs = read_architecture(path) or {}
-        run, other = (run_folder(each).resolve() for each in (first, path))
+        run, other = (run_folder(folder).resolve() for folder in (first, path))
         differing = sorted(key for key in model | theirs if model.get(key) != theirs.get(key))
         if (run != other or differing) and not force:
-            what = f"models that differ in {', '.join(differing)}" if differing else "two runs"
-            raise ValueError(f"{run} and {other} are {what}; --force averages them all the same")
+            difference = (
+                f"models that differ in {', '.join(differing)}" if differing else "two runs"
+            )
+            raise ValueError(
+                f"{run} and {other} are {difference}; --force averages them all the same"
+            )
     config = LaneformerConfig.from_dict(model)
     for path in checkpoints:
         check_complete(path)
         stored = read_metadata(path).state_dict_metadata
         for name, shape in config.tensor_shapes().items():
-            has = tuple(stored[name].size) if name in stored else "missing"
-            if has != shape:
-                raise ValueError(f"{path}: {name} is {has}, but model.json says {shape}")
+            actual = tuple(stored[name].size) if name in stored else "missing"
+            if actual != shape:
+                raise ValueError(f"{path}: {name} is {actual}, but model.json says {shape}")
+        # a damaged tensor would be in the mean, whose own checksums are right
         check_contents(path)
     return config
 
@@ -185,7 +194,8 @@ def describe(folder: Path, newest: Path, step: int, averaged: dict[str, float]) 
             raise ValueError(f"{path} does not exist; bring it back")
         shutil.copy(path, folder)
     for name in ("lineage.json", "config.toml", "metrics.jsonl"):
-        if not (run / name).is_file():  # of an imported run
+        # an imported run has none of them
+        if not (run / name).is_file():
             print(
                 f"{run} has no {name}: what it says is missing from the average, too",
                 file=sys.stderr,
@@ -194,15 +204,14 @@ def describe(folder: Path, newest: Path, step: int, averaged: dict[str, float]) 
     (folder / "lineage.json").write_text(
         json.dumps({**lineage, "averaged": averaged}, indent=2) + "\n"
     )
-    if (
-        run / "config.toml"
-    ).is_file():  # evals.watch takes the last step whatever evals.every_steps is
+    # the last step, which evals.watch takes whatever evals.every_steps is
+    if (run / "config.toml").is_file():
         job = read_sections(run / "config.toml")
         job["training"]["steps"] = step
         (folder / "config.toml").write_text(tomli_w.dumps(job))
     rows = [row for row in read_lines(run / "metrics.jsonl") if row.get("step") == step]
     if rows:
-        row = {key: rows[-1][key] for key in KEPT if key in rows[-1]}
+        row = {key: rows[-1][key] for key in ROW_KEYS if key in rows[-1]}
         (folder / "metrics.jsonl").write_text(json.dumps({**row, "averaged": len(averaged)}) + "\n")
 
 

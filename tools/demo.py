@@ -1,4 +1,4 @@
-"""The whole pipeline at toy size: text, mixture, three training phases, HF folder, engine, dashboard.
+"""Run the whole pipeline at toy size: text, mixture, three training phases, HF folder, engine, dashboard.
 
 `make demo` runs this, with the commands of the 2B run and other configs. The last line of output is
 one JSON object with the figures; runs/demo/ keeps everything.
@@ -29,7 +29,8 @@ from records.files import read_lines
 from records.job import job_flags
 
 NEW_TOKENS = 48
-BUNDLE = "evals/core/demo_bundle"  # not CORE: too few tasks, easy rows
+# not CORE: too few tasks, easy rows
+BUNDLE = "evals/core/demo_bundle"
 PHASES = ("phase1", "phase2", "sft")
 CHAT_WEIGHTS = ("chitchat=4", "identity=1")
 REPLY_TOKENS = 256
@@ -49,7 +50,8 @@ def main(
     ranks: of training; default: one for each GPU, at most two, or two processes on a CPU.
     """
     check_ranges(main, locals())
-    ranks = ranks or min(2, torch.cuda.device_count() or 2)  # two fill a step
+    # two fill a step
+    ranks = ranks or min(2, torch.cuda.device_count() or 2)
     started = time.monotonic()
     # Transformers shows one for every model that it loads
     os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
@@ -63,7 +65,8 @@ def main(
     stage("4/8  fine-tuning on conversations of people, from the last checkpoint of phase 2")
     lock = prepare_conversations(out)
     third = train(out, "sft", lock, steps3, ranks, second, "--optimizer.lr", "3e-3")
-    with open(out / "metrics.jsonl", "w") as merged:  # for a reader who wants the run as one curve
+    # for a reader who wants the run as one curve
+    with open(out / "metrics.jsonl", "w") as merged:
         for phase in PHASES:
             merged.write((out / phase / "metrics.jsonl").read_text())
     stage("5/8  checkpoints -> Hugging Face folders, before and after fine-tuning")
@@ -121,16 +124,16 @@ def export(checkpoint: Path, out: Path) -> dict[str, Any]:
 
 def evaluate(out: Path, base: Path, final: Path, steps2: int, steps3: int) -> dict[str, Any]:
     """Write evaluations and decode speed into evals.jsonl; return the last line's figures."""
-    written = ("--out", out / "evals.jsonl")
-    seen = {row["phase"]: row["tokens_total"] for row in read_lines(out / "metrics.jsonl")}
+    records = ("--out", out / "evals.jsonl")
+    tokens = {row["phase"]: row["tokens_total"] for row in read_lines(out / "metrics.jsonl")}
 
     def about(folder: Path, phase: str, step: int) -> tuple[Any, ...]:
-        return folder, *written, "--phase", phase, "--step", step, "--tokens-total", seen[phase]
+        return folder, *records, "--phase", phase, "--step", step, "--tokens-total", tokens[phase]
 
     pretrained = about(base, "phase2", steps2)
     bpb = run("-m", "evals.bits_per_byte", *pretrained, "--data", out / "data")
     core = run("-m", "evals.core", *pretrained, "--bundle", BUNDLE, "--protocol", "nanochat")
-    run("-m", "evals.contamination", "--data", out / "data", *written)
+    run("-m", "evals.contamination", "--data", out / "data", *records)
     bench = run("-m", "evals.decode_speed", *about(final, "sft", steps3))
     return {
         "decode_tokens_per_s": bench["tokens_per_s"],
@@ -148,6 +151,7 @@ def stage(title: str) -> None:
 def run(*arguments: Any) -> dict[str, Any]:
     """Run one of our commands, show its output, and return its last line if that is JSON."""
     command = [sys.executable, *map(str, arguments)]
+    # else a command's lines would come in blocks
     env = {**os.environ, "PYTHONUNBUFFERED": "1"}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env) as process:
         assert process.stdout is not None
@@ -193,6 +197,7 @@ def train(
                             task, completed=row["step"], description=f"{phase}: {figures}"
                         )
             except BaseException:
+                # Ctrl-C included: the job must not outlive the demo
                 process.terminate()
                 raise
     if process.returncode:

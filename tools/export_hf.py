@@ -22,7 +22,8 @@ from records.command import Natural, check_ranges, run_command
 from records.files import read_lines
 from records.job import read_sections
 
-COUNTED_WINDOWS, WINDOWS_AT_A_TIME = 2048, 64  # 8 million tokens of the 2B model's windows
+# 8 million tokens of the 2B model's windows
+COUNTED_WINDOWS, WINDOWS_AT_A_TIME = 2048, 64
 
 
 def main(
@@ -69,22 +70,23 @@ def frequent_ids(checkpoint: Path, lock: Path | None, count: int) -> tuple[int, 
                 f"{job} does not say what data the run read; give its lock file as --draft-lock"
             )
         lock = Path(path)
-    given = Mixture.open(lock)
-    counts = np.zeros(given.vocab_size, dtype=np.int64)
+    mixture = Mixture.open(lock)
+    counts = np.zeros(mixture.vocab_size, dtype=np.int64)
     sources = [source for source in read_lock(lock)["sources"] if source["weight"]]
     weights = sum(source["weight"] for source in sources)
-    # before one is read again
-    once = min(source["windows"] * weights // source["weight"] for source in sources)
-    for first in range(0, last := max(1, min(COUNTED_WINDOWS, once)), WINDOWS_AT_A_TIME):
-        some = min(WINDOWS_AT_A_TIME, last - first)
-        tokens = given.sequences(first, some)[0]
-        if given.packed:
-            tokens = tokens[(given.flags(first, some) & TRAINED) > 0]
-        counts += np.bincount(tokens.ravel(), minlength=given.vocab_size)
-    if count > given.vocab_size:
+    # windows before any source begins again
+    epoch = min(source["windows"] * weights // source["weight"] for source in sources)
+    for first in range(0, last := max(1, min(COUNTED_WINDOWS, epoch)), WINDOWS_AT_A_TIME):
+        size = min(WINDOWS_AT_A_TIME, last - first)
+        tokens = mixture.sequences(first, size)[0]
+        if mixture.packed:
+            tokens = tokens[(mixture.flags(first, size) & TRAINED) > 0]
+        counts += np.bincount(tokens.ravel(), minlength=mixture.vocab_size)
+    if count > mixture.vocab_size:
         raise ValueError(
-            f"draft_vocab_size = {count} is more than the {given.vocab_size} ids of {lock}; use fewer"
+            f"draft_vocab_size = {count} is more than the {mixture.vocab_size} ids of {lock}; use fewer"
         )
+    # stable: ids of equal counts come in the same order on every machine
     return tuple(np.argsort(-counts, kind="stable")[:count].tolist())
 
 
@@ -99,11 +101,12 @@ def training_progress(checkpoint: Path) -> Progress:
             file=sys.stderr,
         )
     progress = Progress(step=step)
+    # of several rows of a step, which a restart repeats, the last one counts
     for row in rows:
         if row.get("step") == step:
             facts = {key: row.get(key) for key in ("phase", "tokens_total", "loss")}
-            known = {key: value for key, value in facts.items() if value is not None}
-            progress = replace(progress, **known)
+            fields = {key: value for key, value in facts.items() if value is not None}
+            progress = replace(progress, **fields)
     return progress
 
 

@@ -1,4 +1,4 @@
-"""Markdown tables, as the commands print them and append them to pages."""
+"""Write Markdown tables, as the commands print them and append them to pages."""
 
 from __future__ import annotations
 

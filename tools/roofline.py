@@ -1,4 +1,4 @@
-"""`python -m tools.roofline`: project the decode speed that bandwidth, link latency and delay allow.
+"""Project the decode speed that bandwidth, link latency and delay allow: `python -m tools.roofline`.
 
 A projection, not a measurement: it compares variants of one machine. Weights are read at the
 published share of the bandwidth, and a fitted cost per layer gives the published speed of eight
@@ -28,10 +28,14 @@ USABLE_BANDWIDTH = {"H200": 0.8, "MI300X": 0.793}
 PUBLISHED_TOKENS_PER_S = {"H200": 2100, "MI300X": 3000}
 LINKS_S = {
     "none": 0.0,
-    "nccl": 8e-6,  # assumed: a small all-reduce over NVLink
-    "custom": 3e-6,  # published: own collectives take less
-    "one_shot": 1e-6,  # assumed: an exchange whose data says that it is ready
-    "between_nodes": 20e-6,  # assumed: RDMA takes 10 to 30
+    # assumed: a small all-reduce over NVLink
+    "nccl": 8e-6,
+    # published: own collectives take less
+    "custom": 3e-6,
+    # assumed: an exchange whose data says that it is ready
+    "one_shot": 1e-6,
+    # assumed: RDMA takes 10 to 30
+    "between_nodes": 20e-6,
 }
 # what differs in the config, and by how many modules sums are late
 VARIANTS: dict[str, tuple[dict[str, Any], int]] = {
@@ -79,7 +83,8 @@ def token_s(
     # slow as d layers; beyond, every (2 d + 1)th join waits for the excess, which gives the 2 d
     # joins after it the time that they lack
     clock, count = 0.0, 2 * config.num_hidden_layers
-    arrival: list[float] = []  # by running number of the module
+    # by running number of the module
+    arrival: list[float] = []
     due = [find_awaited_layer(config, *divmod(number, 2)) for number in range(count)]
     for number in range(count):
         clock += module_s[number % 2]
@@ -105,7 +110,7 @@ def split_layer(config: LaneformerConfig, layer_s: float) -> tuple[float, float]
 
 
 def tokens_per_s(variant: str, card: Card, gpus: int, link_s: float, layer_cost_s: float) -> float:
-    """layer_cost_s: of a layer, beside reading its weights."""
+    """Return tokens/s; `layer_cost_s` is a layer's cost beside reading its weights."""
     switches, late = VARIANTS[variant]
     config = LaneformerConfig.from_flavor("2b", **switches)
     count = config.parameter_count()
@@ -119,7 +124,8 @@ def fit_layer_cost_s(card: Card) -> float:
     """Return the cost of a layer that gives the published speed, by bisection."""
     published = PUBLISHED_TOKENS_PER_S[card.name]
     low, high = 0.0, 1 / published
-    for _ in range(60):  # halvings: to the last bit of a float
+    # halvings: to the last bit of a float
+    for _ in range(60):
         middle = (low + high) / 2
         fast = tokens_per_s("delay_2", card, NODE_GPUS, LINKS_S["custom"], middle) > published
         low, high = (middle, high) if fast else (low, middle)

@@ -1,4 +1,4 @@
-"""Token shards by a rule, the same on every machine, for benchmarks, dry runs, the golden run."""
+"""Write token shards by a rule, the same on every machine, for benchmarks, dry runs, the golden run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from data_mixtures import mixture, shards
 
 SOURCE = "synthetic"
 SEED = 1
-FIRST_TOKEN = 3  # below it: unknown, begin, end
+# below it: unknown, begin, end
+FIRST_TOKEN = 3
 
 
 def synthetic_tokens(count: int, vocab_size: int) -> np.ndarray:
@@ -18,10 +19,11 @@ def synthetic_tokens(count: int, vocab_size: int) -> np.ndarray:
     # the rule gives a model something to learn; NumPy keeps PCG64's raw stream in every version
     raw = np.random.PCG64(SEED).random_raw(count)
     ordinary = vocab_size - FIRST_TOKEN
-    drawn = (raw >> np.uint64(32)) % np.uint64(ordinary)
+    # the upper bits give the token, the lowest two whether it follows the rule
+    random_tokens = (raw >> np.uint64(32)) % np.uint64(ordinary)
     follows = (raw & np.uint64(3)) != 0
     tokens, last = np.empty(count, dtype=np.uint16 if vocab_size <= 1 << 16 else np.uint32), 0
-    for i, (step, fresh) in enumerate(zip(follows.tolist(), drawn.tolist(), strict=True)):
+    for i, (step, fresh) in enumerate(zip(follows.tolist(), random_tokens.tolist(), strict=True)):
         last = (5 * last + 1) % ordinary if step else fresh
         tokens[i] = FIRST_TOKEN + last
     return tokens
@@ -39,6 +41,6 @@ def write_synthetic_lock(folder: Path, windows: int, seq_len: int, vocab_size: i
     valid = shards.write_windows(source / shards.VALID, tokens[windows * seq_len :], seq_len)
     values = ("", vocab_size, tokens.itemsize, *range(1, FIRST_TOKEN))
     facts = dict(zip(shards.TOKENIZER_FACTS, values, strict=True))
-    of_windows = {"windows": windows, "shards": [shard], "valid": valid}
-    shards.write_manifest(source, {"category": "web", "seq_len": seq_len, **facts, **of_windows})
+    window_facts = {"windows": windows, "shards": [shard], "valid": valid}
+    shards.write_manifest(source, {"category": "web", "seq_len": seq_len, **facts, **window_facts})
     return mixture.pin(folder, "phase1", {SOURCE: 1}, SEED, seq_len, epoch_cap=1_000_000)

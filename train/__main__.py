@@ -1,4 +1,7 @@
-"""`torchrun --nproc_per_node=N -m train --job.config_file configs/phase1.toml [--section.key value ...]`"""
+"""Train one phase as a rank of torchrun.
+
+torchrun --nproc_per_node=N -m train --job.config_file configs/phase1.toml [--section.key value ...]
+"""
 
 from __future__ import annotations
 
@@ -12,16 +15,17 @@ from records.events import REFUSED, SUPERVISED, next_attempt, refuse
 
 from .supervise.signals import WORKER
 
-WORKER.install()  # before the imports that take seconds
+# before the imports, which take seconds in which a stop request may arrive
+WORKER.install()
 
 # staging a checkpoint takes two descriptors for each of the 2B run's 552 tensors, above the usual soft
 # limit of 1024
 max_files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
 resource.setrlimit(resource.RLIMIT_NOFILE, (max_files, max_files))
 
-if "PYTORCH_ALLOC_CONF" not in os.environ:  # read when torch is imported
-    # streams of close to a gigabyte come and go beside small tensors: segments that grow leave no
-    # holes between them
+if "PYTORCH_ALLOC_CONF" not in os.environ:
+    # read when torch is imported; streams of close to a gigabyte come and go beside small tensors,
+    # and segments that grow leave no holes between them
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 
 from .job_config import load_job, patch_torch_for_cpu  # noqa: E402
@@ -46,12 +50,14 @@ def main() -> None:
                 "start it with `torchrun --nproc_per_node=N -m train ...`, or with `python -m train.supervise ...`"
             )
     except (Exception, SystemExit) as problem:
-        if isinstance(problem, SystemExit):  # of a flag's parser, or --help
+        # the parser of flags has printed its message and exits: status 0 is --help, any other a refusal
+        if isinstance(problem, SystemExit):
             problem = ValueError("see the message above") if problem.code else sys.exit()
         if SUPERVISED in os.environ:
             run = Path(os.environ[SUPERVISED])
             refuse(run, next_attempt(run), problem)
-        elif os.environ.get("RANK", "0") == "0":  # unset: started without torchrun
+        # without RANK the program was started without torchrun; other ranks would repeat the message
+        elif os.environ.get("RANK", "0") == "0":
             refuse(None, 0, problem)
         raise SystemExit(REFUSED) from None
     # its own parser takes 0.2 s for the same arguments

@@ -1,4 +1,4 @@
-"""What a run folder says of an attempt before its first step."""
+"""Write what a run folder says of an attempt before its first step: its settings, code, and position in the data."""
 
 from __future__ import annotations
 
@@ -29,13 +29,14 @@ def describe_attempt(
     loader: MixtureLoader,
     source: Path | None,
 ) -> None:
-    """Write config.toml, model.json, the tokenizer and lineage.json, and a line of attempts.jsonl.
+    """Write config.toml, model.json, the tokenizer, lineage.json, and a line of attempts.jsonl.
 
     Args:
         source: the checkpoint that was loaded.
     """
     resolved, config, lineage = format_job(job_config), run / "config.toml", run / "lineage.json"
     with survive_full_disk(run):
+        # the settings of earlier attempts stay: a change between two of them may explain a curve
         if config.is_file() and config.read_text(encoding="utf-8") != resolved:
             shutil.copy(config, run / f"config.attempt-{attempt - 1}.toml")
         write_atomically(config, resolved)
@@ -44,8 +45,8 @@ def describe_attempt(
             write_atomically(run / path.name, path.read_bytes())
         if not lineage.is_file():
             # a run whose lineage.json was lost starts from its own checkpoint, which is no parent
-            other = source is not None and run_folder(source).resolve() != run.resolve()
-            parent = str(locate_checkpoint(source)) if source and other else None
+            of_other_run = source is not None and run_folder(source).resolve() != run.resolve()
+            parent = str(locate_checkpoint(source)) if source and of_other_run else None
             facts = {"parent": parent, "tokens_before": loader.tokens_before()}
             write_atomically(lineage, json.dumps(facts, indent=2) + "\n")
     line = {

@@ -1,4 +1,4 @@
-"""The batches of refused steps: recorded, then left out, or the end of the attempt."""
+"""Record the batches of refused steps, then leave them out of the data or end the attempt."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ from .guard import BadStep
 
 
 class BadSteps:
-    """Every rank has one, and calls its methods at the same steps."""
+    """Records and leaves out refused batches; every rank calls its methods at the same steps."""
 
     def __init__(self, run: Path, attempt: int, job_config: Any, loader: Any):
         self.run, self.attempt, self.loader = run, attempt, loader
         self.section, self.batch_size = job_config.resilience, job_config.training.global_batch_size
-        self.steps: list[int] = []  # refused among the last spike_window steps
+        # refused among the last spike_window steps
+        self.steps: list[int] = []
 
     def leave_out(self, problem: BadStep, step: int, loss: float, grad_norm: float) -> None:
         """Record the batch just read, and leave it out of the data.
@@ -32,12 +33,16 @@ class BadSteps:
         Raises:
             BadStep: `problem`, where the policy is not to skip, or too many were skipped.
         """
+        # global sequences [first, last), all ranks' together
         windows, section = self._last_read(self.batch_size), self.section
         if torch.distributed.get_rank() == 0:
             self._record(
                 problem, step, windows[0][0], {"loss": repr(loss), "grad_norm": repr(grad_norm)}
             )
-        self.steps = [*(each for each in self.steps if each > step - section.spike_window), step]
+        self.steps = [
+            *(earlier for earlier in self.steps if earlier > step - section.spike_window),
+            step,
+        ]
         if section.on_bad_step != "skip" or len(self.steps) > section.max_skips:
             raise problem
         # the window is on disk before the step continues: a restart reads the same data

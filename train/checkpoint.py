@@ -1,7 +1,4 @@
-"""Where a job starts: its own newest complete checkpoint, else the phase before, else (if allowed) random weights.
-
-TorchTitan 0.2.2 decides this by whether the checkpoint folder exists, and trusts the newest `.metadata`.
-"""
+"""Choose where a job starts: its newest complete checkpoint, the phase before, or (if allowed) random weights."""
 
 from __future__ import annotations
 
@@ -26,7 +23,8 @@ from .optimizer import apply_optimizer_settings
 class PhaseCheckpointManager(CheckpointSaver):
     """TorchTitan's checkpoint manager with a start that never falls back to random weights by accident."""
 
-    started_from: Path | None = None  # what `load` used, None for random weights
+    # what `load` used, None for random weights
+    started_from: Path | None = None
 
     def __init__(
         self,
@@ -53,20 +51,28 @@ class PhaseCheckpointManager(CheckpointSaver):
         if not self.enable:
             require_fresh_start(self.allow_fresh_start, "checkpoint.enable = false")
             return False
+        # TorchTitan 0.2.2 decides by whether the checkpoint folder exists, and trusts the newest `.metadata`
         folder = Path(self.folder)
-        own = folder / f"step-{step}" if step != -1 else self.contents.newest_undamaged(folder)
+        # a step that was named is taken as it is: `check` below refuses it if it is damaged
+        own_checkpoint = (
+            folder / f"step-{step}" if step != -1 else self.contents.newest_undamaged(folder)
+        )
         # the first start of a branch is a restart from another run's checkpoint
-        start = own or self.resume_from
-        if own is None:
+        start = own_checkpoint or self.resume_from
+        if own_checkpoint is None:
             on_rank_zero(
-                lambda: require_nothing_lost(self.run, folder, self.interval * self.failed.most)
+                lambda: require_nothing_lost(
+                    self.run, folder, self.interval * self.failed.max_in_a_row
+                )
             )
         if start is not None:
-            self.contents.check(start, self.architecture, self.allow_changes if own is None else ())
+            self.contents.check(
+                start, self.architecture, self.allow_changes if own_checkpoint is None else ()
+            )
             on_rank_zero(lambda: check_schedule(start, self.job_config))
         # only now: a start that is refused has moved nothing
         if not self.load_only:
-            on_rank_zero(lambda: clear_branch(self.run, folder, own))
+            on_rank_zero(lambda: clear_branch(self.run, folder, own_checkpoint))
         if start is not None:
             self._load(start, list(self.states))
             self.started_from = start
@@ -81,18 +87,19 @@ class PhaseCheckpointManager(CheckpointSaver):
         return True
 
     def _start_phase(self, parent: Path) -> None:
-        wanted = [MODEL] if self.initial_load_model_only else [MODEL, OPTIMIZER]
+        names = [MODEL] if self.initial_load_model_only else [MODEL, OPTIMIZER]
         adds_head: bool = on_rank_zero(lambda: lacks_head(parent, self.architecture))
         self.contents.check(parent, self.architecture, self.allow_changes + adds_head * HEAD_FIELDS)
-        stored = self._load(parent, wanted, adds_head)
+        stored = self._load(parent, names, adds_head)
         self.started_from = parent
+        # a checkpoint of imported weights holds no position in the data
         if f"{DATALOADER}.mixture" in stored:
             state = {DATALOADER: self.states[DATALOADER].state_dict()}
             self.dcp_load(state, str(parent), from_hf=False, from_quantized=False)
             self.states[DATALOADER].begin_after(json.loads(state[DATALOADER]["mixture"]))
-        read = " and ".join(wanted)
+        listing = " and ".join(names)
         logger.info(
-            f"New phase from {parent}: {read}; schedule, settings and data order are this job's"
+            f"New phase from {parent}: {listing}; schedule, settings and data order are this job's"
         )
 
     def _load(self, folder: Path, names: list[str], adds_head: bool = False) -> set[str]:
@@ -100,10 +107,15 @@ class PhaseCheckpointManager(CheckpointSaver):
         stored = checkpoints.read_metadata(folder).state_dict_metadata
         states = self._flattened_model_states_sd({name: self.states[name] for name in names})
         states, model = (
-            without_head(s, adds_head) for s in (states, self.states[MODEL].state_dict())
+            drop_head(part, adds_head) for part in (states, self.states[MODEL].state_dict())
         )
-        others = tuple(f"{name}." for name in self.states if name != MODEL)
-        shapes = {name: entry.size for name, entry in stored.items() if not name.startswith(others)}
+        # the model's states have no prefix of their own
+        other_prefixes = tuple(f"{name}." for name in self.states if name != MODEL)
+        shapes = {
+            name: entry.size
+            for name, entry in stored.items()
+            if not name.startswith(other_prefixes)
+        }
         expected = {name: tensor.shape for name, tensor in model.items()}
         check_shapes(
             str(folder),
@@ -120,9 +132,11 @@ class PhaseCheckpointManager(CheckpointSaver):
         return set(stored)
 
 
-def without_head(states: dict[str, Any], adds_head: bool) -> dict[str, Any]:
-    """Drop the states of a head for multi-token prediction that is added."""
-    return {name: each for name, each in states.items() if not (adds_head and name.startswith(MTP))}
+def drop_head(states: dict[str, Any], adds_head: bool) -> dict[str, Any]:
+    """Drop the states of a head for multi-token prediction that this phase adds."""
+    return {
+        name: state for name, state in states.items() if not (adds_head and name.startswith(MTP))
+    }
 
 
 def lacks_head(checkpoint: Path, config: LaneformerConfig) -> bool:
@@ -134,9 +148,9 @@ def lacks_head(checkpoint: Path, config: LaneformerConfig) -> bool:
 
 def clear_branch(run: Path, folder: Path, start: Path | None) -> None:
     """Put aside the checkpoints that are newer than where the job starts."""
-    for name, what in checkpoints.clear_branch(folder, start).items():
-        logger.warning(f"{name} is newer than where this job starts: {what}")
-        record_event(run, "checkpoint_removed", checkpoint=name, what=what)
+    for name, action in checkpoints.clear_branch(folder, start).items():
+        logger.warning(f"{name} is newer than where this job starts: {action}")
+        record_event(run, "checkpoint_removed", checkpoint=name, what=action)
 
 
 def require_fresh_start(allowed: bool, why: str) -> None:

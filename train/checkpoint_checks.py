@@ -1,4 +1,4 @@
-"""Whether a checkpoint can be started from: complete, undamaged, of this job's architecture and schedule.
+"""Check that a checkpoint can be started from: complete, undamaged, of this job's architecture and schedule.
 
 Functions that look at the shared disk are collectives: every rank calls them and gets the same answer.
 """
@@ -28,7 +28,7 @@ class Contents:
         self.undamaged: set[Path] = set()
 
     def newest_undamaged(self, folder: Path) -> Path | None:
-        """The newest complete checkpoint whose contents are as they were saved."""
+        """Return the newest complete checkpoint whose contents are as they were saved."""
         damaged: list[Path] = []
         while True:
             newest = on_rank_zero(lambda: checkpoints.newest_complete_checkpoint(folder, damaged))
@@ -44,6 +44,7 @@ class Contents:
         on_rank_zero(lambda: checkpoints.check_complete(checkpoint))
         if problem := self.problem(checkpoint):
             raise ValueError(f"{problem}; start from another checkpoint")
+        # after the contents: a damaged model.json would be reported as another architecture
         on_rank_zero(lambda: check_architecture(checkpoint, config, allow_changes))
 
     def problem(self, checkpoint: Path) -> str | None:
@@ -52,6 +53,7 @@ class Contents:
             return None
         rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
         problem, started = None, time.perf_counter()
+        # every byte is read: once a process, and each rank its share
         try:
             checkpoints.check_contents(checkpoint, rank, ranks)
         except ValueError as error:
@@ -65,10 +67,9 @@ class Contents:
         return problem
 
 
-def first_problem(mine: str | None) -> str | None:
-    """Return the problem of the first rank that has one."""
+def first_problem(local_problem: str | None) -> str | None:
     problems: list[str | None] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(problems, mine)
+    torch.distributed.all_gather_object(problems, local_problem)
     return next(filter(None, problems), None)
 
 
@@ -92,11 +93,12 @@ def check_architecture(checkpoint: Path, config: LaneformerConfig, allowed: Sequ
             f"{checkpoint} does not say its architecture (model.json): only tensor shapes are compared"
         )
         return
-    there, here = asdict(LaneformerConfig.from_dict(stored)), asdict(config)
-    different = [name for name in here if there[name] != here[name] and name not in allowed]
+    # both with defaults filled in: a checkpoint may be older than a field
+    saved, ours = asdict(LaneformerConfig.from_dict(stored)), asdict(config)
+    different = [name for name in ours if saved[name] != ours[name] and name not in allowed]
     if different:
         listing = ", ".join(
-            f"{name} = {there[name]} (this job: {here[name]})" for name in different
+            f"{name} = {saved[name]} (this job: {ours[name]})" for name in different
         )
         raise ValueError(
             f"{checkpoint} was trained with another architecture: {listing}; set [model] and [architecture] to the "

@@ -1,4 +1,4 @@
-"""Saving checkpoints while disks fill and processes die.
+"""Save checkpoints while disks fill and processes die.
 
 A save that fails is taken back and tried again at the next interval, on a full disk every minute.
 """
@@ -53,6 +53,7 @@ class CheckpointTimes:
         def note_end(_: Any) -> None:
             self.total_s = time.perf_counter() - started
 
+        # a save that was skipped or synchronous leaves no new future
         if manager.save_future is None or manager.save_future is before:
             note_end(None)
         else:
@@ -60,9 +61,9 @@ class CheckpointTimes:
 
     def take(self) -> tuple[float, float | None]:
         """Return the blocking seconds, and the total of a save that has finished or None."""
-        taken = self.blocking_s, self.total_s
+        times = self.blocking_s, self.total_s
         self.blocking_s, self.total_s = 0.0, None
-        return taken
+        return times
 
 
 class CheckpointSaver(CheckpointManager):
@@ -99,7 +100,6 @@ class CheckpointSaver(CheckpointManager):
         self.times = CheckpointTimes()
 
     def maybe_wait_for_staging(self) -> None:
-        """TorchTitan's, timed."""
         with self.times.blocking():
             super().maybe_wait_for_staging()
 
@@ -109,18 +109,20 @@ class CheckpointSaver(CheckpointManager):
         Raises:
             RuntimeError: the last checkpoint, or too many in a row, cannot be written.
         """
-        self._look()
+        self._check_pending()
         if not self._should_save(curr_step, last_step):
             return
         self._save(curr_step, last_step)
         if last_step and self.failed.retry_is_due:
-            self._save(curr_step, last_step)  # into the room that was made
+            # into the room that the failed save has made
+            self._save(curr_step, last_step)
         if last_step:
             self.failed.require_saved(curr_step)
+        # an evaluation would use up the time that a stop request leaves
         if not self.stopping():
             self.after_save(curr_step)
 
-    def _look(self) -> None:
+    def _check_pending(self) -> None:
         """Judge a save that has ended in the background; rank 0 decides whether to try again."""
         if self.pending_step is None and self.failed.retry_at_s is None:
             return
@@ -134,20 +136,22 @@ class CheckpointSaver(CheckpointManager):
 
     def _save(self, curr_step: int, last_step: bool) -> None:
         enter(f"saving step {curr_step}")
+        # TorchTitan can have one save under way
         self.finish()
         self.pending_step, self.failed.retry_at_s = curr_step, None
         problem = None
         try:
             with self.times.saving(self):
                 super().save(curr_step, last_step)
-        except CheckpointException as failure:  # on every rank: DCP tells them all
+        except CheckpointException as failure:
+            # on every rank: DCP tells them all
             problem = str(failure)
         if self.save_future is None or problem:
             self._judge(problem)
 
     def _should_save(self, curr_step: int, last_step: bool = False) -> bool:
-        wanted = (self.stopping() or self.retrying) and self.enable and not self.load_only
-        return wanted or super()._should_save(curr_step, last_step)
+        due = (self.stopping() or self.retrying) and self.enable and not self.load_only
+        return due or super()._should_save(curr_step, last_step)
 
     def finish(self) -> None:
         """Wait until the save under way is on disk, or taken back."""
@@ -172,6 +176,7 @@ class CheckpointSaver(CheckpointManager):
         self.retrying = False
         if problem:
             self.save_future = None
+            # the process may have died, or hang in the file system that failed
             end_background()
         self.failed.judge(step, problem)
 
@@ -192,7 +197,6 @@ class CheckpointSaver(CheckpointManager):
         enable_garbage_collection: bool = False,
         to_hf: bool = False,
     ) -> Any:
-        """Save with our writer in place of DCP's."""
         writer = HashingWriter(
             checkpoint_id, json.dumps(self.architecture.to_dict(), indent=2) + "\n"
         )

@@ -1,7 +1,4 @@
-"""DCP's writer of a checkpoint, which also leaves every file's SHA-256 and the architecture beside the data.
-
-Every rank hashes what it writes while it writes it; the coordinator gets the results of all ranks.
-"""
+"""Write checkpoints as DCP does, and also leave every file's SHA-256 and the architecture beside the data."""
 
 from __future__ import annotations
 
@@ -24,7 +21,8 @@ from records.files import write_atomically
 
 from .supervise.signals import SIGNALS
 
-KILLED_S = 30.0  # more: it hangs in a file system, and ends when that answers
+# seconds from SIGKILL to the end; a process that takes longer hangs in a file system, and ends when that answers
+KILLED_S = 30.0
 
 
 class Hashing:
@@ -75,15 +73,14 @@ class HashingFileSystem(FileSystem):
 
 @dataclasses.dataclass(frozen=True)
 class HashedResult(WriteResult):
-    """A result that carries its file's checksum to the coordinator."""
+    """A result that carries its file's checksum from the rank that wrote it to the coordinator."""
 
     sha256: str = ""
 
 
-class HashingWriter(
-    _FileSystemWriter
-):  # FileSystemWriter is a stager as well, which async_save would use
-    """Writes the checkpoint folder `path`; architecture: the text of its model.json."""
+# not of FileSystemWriter, which is a stager as well: async_save would use it as one
+class HashingWriter(_FileSystemWriter):
+    """Writes the checkpoint folder `path`; `architecture` is the text of its model.json."""
 
     def __init__(self, path: str, architecture: str):
         super().__init__(path)
@@ -91,7 +88,7 @@ class HashingWriter(
         self.architecture = architecture
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Received by the process that saves in the background."""
+        """Restore the writer in the process that saves in the background."""
         # it has to outlive a stop request, which asks for a checkpoint, while Slurm signals all processes of a step and
         # a terminal those of its group
         for number in SIGNALS:
@@ -110,6 +107,7 @@ class HashingWriter(
         return future
 
     def finish(self, metadata: Any, results: list[list[Any]]) -> None:
+        # the coordinator's own file system has seen only what its rank wrote
         self.fs.sums |= {
             r.storage_data.relative_path: r.sha256 for of_rank in results for r in of_rank
         }

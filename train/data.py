@@ -1,8 +1,4 @@
-"""Batches for the trainer: a slice of the mixture's global order, read ahead by torchdata.
-
-Step N of the whole job takes the global sequences [N G, (N+1) G), G the global batch. Ranks, accumulation and readers
-change who reads a sequence, never which sequences a step has. The state is one number, the same on every rank.
-"""
+"""Load batches for the trainer: a slice of the mixture's global order, read ahead by torchdata."""
 
 from __future__ import annotations
 
@@ -22,7 +18,8 @@ from torchtitan.components.loss import IGNORE_INDEX
 from data_mixtures.mixture import BEGINS, TRAINED, Mixture
 from records.skips import SkipList, read_skip_list, windows_of
 
-READ_AHEAD_BATCHES = 4  # for each reader thread
+# micro-batches that each reader thread holds ready
+READ_AHEAD_BATCHES = 4
 T = TypeVar("T")
 Batch = tuple[dict[str, torch.Tensor], torch.Tensor]
 
@@ -31,20 +28,24 @@ Batch = tuple[dict[str, torch.Tensor], torch.Tensor]
 class LoaderState:
     """What a checkpoint holds of the data: equal on all ranks, whatever their number."""
 
-    sequences: int = 0  # positions that the trainer has taken, all ranks together
+    # positions that the trainer has taken, all ranks together
+    sequences: int = 0
     # SHA-256 by source, of all phases so far
     contents: dict[str, str] = field(default_factory=dict)
-    # of what earlier phases used up, by source:
-    offsets: dict[str, int] = field(default_factory=dict)  # windows
-    left_out: dict[str, int] = field(default_factory=dict)  # those among them that were skipped
-    lengths: dict[str, int] = field(default_factory=dict)  # tokens of a window
-    read: dict[str, list[str]] = field(default_factory=dict)  # `Mixture.read_files`
+    # windows that earlier phases used up, by source, as all that follow
+    offsets: dict[str, int] = field(default_factory=dict)
+    # those among them that were skipped
+    left_out: dict[str, int] = field(default_factory=dict)
+    # tokens of a window
+    lengths: dict[str, int] = field(default_factory=dict)
+    # `Mixture.read_files`
+    read: dict[str, list[str]] = field(default_factory=dict)
 
 
 class MixtureLoader(BaseDataLoader):
     """Yields ({"input": int64 (b, S), "source": int64 (b,)}, labels int64 (b, S)) from the current state on.
 
-    b is the local batch size. Packed conversations have more inputs: `inputs_and_labels`.
+    b is the local batch size. Packed conversations have more inputs: `split_inputs_and_labels`.
     """
 
     def __init__(
@@ -66,23 +67,24 @@ class MixtureLoader(BaseDataLoader):
 
     @property
     def tokens(self) -> int:
-        """Tokens that this phase has read."""
         return self.state.sequences * self.mixture.seq_len
 
     def _read(self, first: int, skips: SkipList) -> Batch:
         """This rank's part of the micro-batch that begins at position `first`."""
+        # Step N of the whole job takes the global sequences [N G, (N+1) G), G the global batch: ranks,
+        # accumulation and readers change who reads a sequence, never which sequences a step has
         numbers = skips.numbers(first + self.local.start, len(self.local))
         runs = [(begin, end - begin) for begin, end in windows_of(numbers)]
         parts = [self.mixture.sequences(*run) for run in runs]
         tokens, source = (
-            torch.from_numpy(np.concatenate(each)) for each in zip(*parts, strict=True)
+            torch.from_numpy(np.concatenate(pieces)) for pieces in zip(*parts, strict=True)
         )
         flags = None
         if self.mixture.packed:
             flags = torch.from_numpy(np.concatenate([self.mixture.flags(*run) for run in runs]))
-        inputs, labels = inputs_and_labels(tokens, flags)
-        inputs = {name: ready_to_copy(part) for name, part in {**inputs, "source": source}.items()}
-        return inputs, ready_to_copy(labels)
+        inputs, labels = split_inputs_and_labels(tokens, flags)
+        inputs = {name: prepare_copy(part) for name, part in {**inputs, "source": source}.items()}
+        return inputs, prepare_copy(labels)
 
     def __iter__(self) -> Iterator[Batch]:
         # the skip list of now: what `leave_out` adds later is exactly what has been read ahead past
@@ -91,6 +93,7 @@ class MixtureLoader(BaseDataLoader):
         def read(number: int) -> Batch:
             return self._read(first + number * self.micro_batch, skips)
 
+        # counted when it is handed out, not when it is read: a checkpoint must not skip what waits
         for batch in read_ahead(read, self.reader_threads):
             self.state.sequences += self.micro_batch
             yield batch
@@ -177,11 +180,11 @@ class MixtureLoader(BaseDataLoader):
         return sum(self._tokens_of(self.state.offsets, self.state.left_out).values())
 
     def _tokens_of(self, windows: dict[str, int], left_out: dict[str, int]) -> dict[str, int]:
+        # windows may be of another length in every phase
         lengths = self._window_lengths()
         return {name: (w - left_out.get(name, 0)) * lengths[name] for name, w in windows.items()}
 
     def _window_lengths(self) -> dict[str, int]:
-        """Return the tokens of a window of each source."""
         return self.state.lengths | dict.fromkeys(self.mixture.source_names, self.mixture.seq_len)
 
     def state_dict(self) -> dict[str, Any]:
@@ -213,6 +216,7 @@ class MixtureLoader(BaseDataLoader):
                 f"skip_sequences.json of the run folder say {now.windows}, which would change what it was trained on; "
                 "change only windows that lie ahead, or start from an older checkpoint"
             )
+        # a state of this phase: its own contents replace those that were read before
         saved = LoaderState(**{name: state[name] for name in LoaderState.__annotations__})
         self.begin_at(replace(saved, contents=saved.contents | self.mixture.contents))
 
@@ -236,11 +240,12 @@ def _check_continues(name: str, used: dict[str, Any], mixture: Mixture) -> None:
         mixture.check_continues(name, windows, used["read"].get(name))
 
 
-def inputs_and_labels(tokens: torch.Tensor, flags: torch.Tensor | None = None) -> Batch:
+def split_inputs_and_labels(tokens: torch.Tensor, flags: torch.Tensor | None = None) -> Batch:
     """Split windows (b, S + 1) and, if packed, their flags into inputs and labels (b, S)."""
     if flags is None:
         return {"input": tokens[:, :-1]}, tokens[:, 1:]
     labels = torch.where((flags[:, 1:] & TRAINED).bool(), tokens[:, 1:], IGNORE_INDEX)
+    # numbers that grow along the window: equal ones are one document, which attention stays within
     documents = (flags[:, :-1] & BEGINS).bool().cumsum(1)
     return {
         "input": tokens[:, :-1],
@@ -249,8 +254,8 @@ def inputs_and_labels(tokens: torch.Tensor, flags: torch.Tensor | None = None) -
     }, labels
 
 
-def ready_to_copy(part: torch.Tensor) -> torch.Tensor:
-    """Make a tensor adjacent and pinned, for a copy while the host goes on."""
+def prepare_copy(part: torch.Tensor) -> torch.Tensor:
+    """Make a tensor contiguous and pinned, for a copy while the host goes on."""
     # a slice of pinned memory is not pinned
     part = part.contiguous()
     # in a context that the process has already, whatever device it is on
@@ -267,8 +272,8 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
     return copied, labels.to(device, non_blocking=True)
 
 
-def of_packed(inputs: dict[str, torch.Tensor]) -> dict[str, Any]:
-    """What the model's forward gets besides ids and labels."""
+def select_packed_inputs(inputs: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """Select the model's arguments besides ids and labels."""
     if "documents" not in inputs:
         return {}
     return {"documents": inputs["documents"], "trained": int(inputs["trained"])}
@@ -280,9 +285,8 @@ def read_ahead(read: Callable[[int], T], threads: int) -> Iterator[T]:
     def attempt(number: int) -> tuple[T | None, BaseException | None]:
         try:
             return read(number), None
-        except (
-            BaseException
-        ) as problem:  # torchdata rewords an Exception, and waits forever after anything else
+        except BaseException as problem:
+            # torchdata rewords an Exception, and waits forever after anything else
             return None, problem
 
     # thread t does every number with remainder t, so nothing has to be put back into order; the loader's state is its
@@ -296,8 +300,9 @@ def read_ahead(read: Callable[[int], T], threads: int) -> Iterator[T]:
         )
         for first in range(threads)
     ]
+    # all begin at once
     for node in nodes:
-        node.reset()  # all begin at once
+        node.reset()
     for node in cycle(nodes):
         result, problem = next(node)
         if problem is not None:

@@ -1,4 +1,4 @@
-"""What a logged step measures inside the model: its logits, and each layer's gradients and stream."""
+"""Measure a logged step inside the model: its logits, and each layer's gradients and stream."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from torch.distributed.tensor import DTensor
 from torchtitan.components.loss import IGNORE_INDEX
 
 
-def gather_ranks(mine: Tensor) -> Tensor:
-    """One all-gather: a vector (n,) of each rank -> (ranks, n)."""
-    everyone = mine.new_empty(torch.distributed.get_world_size() * len(mine))
-    torch.distributed.all_gather_into_tensor(everyone, mine)
-    return everyone.view(-1, len(mine))
+def gather_ranks(local: Tensor) -> Tensor:
+    """Gather a vector (n,) of each rank into (ranks, n)."""
+    gathered = local.new_empty(torch.distributed.get_world_size() * len(local))
+    torch.distributed.all_gather_into_tensor(gathered, local)
+    return gathered.view(-1, len(local))
 
 
 class Diagnostics:
-    """In this order at a logged step: `begin`, `see_logits`, `see_gradients`, `gather`."""
+    """Measures a logged step, in this order: `begin`, `see_logits`, `see_gradients`, `gather`."""
 
     def __init__(self, model: Any):
         self.model = model
@@ -46,7 +46,7 @@ class Diagnostics:
 
     @torch.no_grad()
     def see_logits(self, labels: Tensor) -> None:
-        """What the head has just seen; labels (B, S)."""
+        """Add what the head has just computed; labels (B, S)."""
         denominators, peaks = self.model.lm_head.normalizers
         counts = (labels != IGNORE_INDEX).flatten()
         squares = torch.where(counts, denominators, 0.0).double().square().sum()
@@ -66,8 +66,9 @@ class Diagnostics:
             gradients = [p.grad for p in layer.parameters() if p.grad is not None]
             shards = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in gradients]
             shard_norms = torch.stack(torch._foreach_norm(shards)) if shards else none
+            # a shard that n ranks hold counts as 1/n on each, since the sum is over all ranks
             shares = shard_norms.new_tensor(
-                [1 / copies(grad) for grad in gradients] or [1.0], dtype=torch.float64
+                [1 / count_copies(grad) for grad in gradients] or [1.0], dtype=torch.float64
             )
             norms.append((shard_norms.double().square() * shares).sum())
         self.squared_norms = torch.stack(norms)
@@ -80,12 +81,14 @@ class Diagnostics:
         """
         ranks, layers = torch.distributed.get_world_size(), len(self.squared_norms)
         logits = torch.stack(self.logits)
+        # each rank's share of the mean over ranks
         rms = torch.stack(self.mean_squares) / ranks
         drafts = torch.stack(self.drafts).sum(0) if self.drafts else logits[:0, 0]
+        # the maximum comes last: all other columns are summed over ranks
         last = (logits[:, :2].sum(0), logits[:, 2].max()[None])
-        mine = torch.cat([self.squared_norms, rms, drafts, *last])
+        local = torch.cat([self.squared_norms, rms, drafts, *last])
         # one all-gather a logged step
-        table = gather_ranks(mine)
+        table = gather_ranks(local)
         *sums, peak = torch.cat([table[:, :-1].sum(0), table[:, -1].max()[None]]).tolist()
         return {
             "z_loss": sums[-2] / sums[-1] if sums[-1] else math.nan,
@@ -96,8 +99,7 @@ class Diagnostics:
         }
 
 
-def copies(gradient: Tensor) -> int:
-    """Count the ranks that hold the same shard of a gradient."""
+def count_copies(gradient: Tensor) -> int:
     if not isinstance(gradient, DTensor):
         return 1
     places = zip(gradient.device_mesh.shape, gradient.placements, strict=True)

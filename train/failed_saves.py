@@ -1,4 +1,4 @@
-"""What a failed save costs: its checkpoint, and the job only if save after save fails."""
+"""Take failed saves back: each costs its checkpoint, and the job only if save after save fails."""
 
 from __future__ import annotations
 
@@ -23,13 +23,14 @@ class FailedSaves:
     """The failures since the last save that succeeded, equal on all ranks."""
 
     problem: str | None = None  # of the last save
-    in_a_row: int = 0  # those on a full disk left out
+    # failures on a full disk are not counted
+    in_a_row: int = 0
     # on the monotonic clock; None: the disk is not known to be full
     retry_at_s: float | None = None
 
-    def __init__(self, run: Path, folder: Path, most: int):
-        """most: failures in a row that end the job."""
-        self.run, self.folder, self.most = run, folder, most
+    def __init__(self, run: Path, folder: Path, max_in_a_row: int):
+        """Initialize without failures; `max_in_a_row` in a row end the job."""
+        self.run, self.folder, self.max_in_a_row = run, folder, max_in_a_row
 
     @property
     def retry_is_due(self) -> bool:
@@ -45,6 +46,7 @@ class FailedSaves:
         if problem is None:
             self.in_a_row = 0
             return
+        # by its words: the exception has crossed a process as a traceback
         full = any(words in problem for words in FULL_DISK)
         self.problem = reason = problem.strip().splitlines()[-1]
         self.in_a_row += not full
@@ -54,7 +56,7 @@ class FailedSaves:
         # a full disk never ends a job before its last step, since memory holds everything
         if full:
             self.retry_at_s = time.monotonic() + (0.0 if made_room else RETRY_S)
-        elif self.in_a_row >= self.most:
+        elif self.in_a_row >= self.max_in_a_row:
             raise RuntimeError(
                 f"{self.in_a_row} saves in a row have failed, last: {reason}; see events.jsonl, or raise "
                 "resilience.max_failed_saves"
@@ -90,4 +92,5 @@ def make_room(run: Path, folder: Path) -> bool:
         record_event(
             run, "checkpoint_removed", checkpoint=path.name, what="deleted: the disk is full"
         )
+    # looked at again, since deletions that fail are ignored
     return any(not path.exists() for path in aside)

@@ -1,4 +1,4 @@
-"""Warnings of libraries at every start that a user can do nothing about."""
+"""Silence the warnings of libraries at every start that a user can do nothing about."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LOG_LINES = (
 
 
 def silence() -> None:
-    """In this process."""
+    """Leave out these warnings and log lines of this process."""
     for words in WARNINGS:
         warnings.filterwarnings("ignore", message=words)
     logging.getLogger().addFilter(lambda record: not record.getMessage().startswith(LOG_LINES))

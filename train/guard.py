@@ -1,7 +1,4 @@
-"""Decides, before the optimizer moves, whether a step may count: finite, and no spike.
-
-One non-finite gradient ruins the weights, and checkpoints of ruined weights push out the good ones.
-"""
+"""Decide, before the optimizer moves, whether a step may count: finite, and no spike."""
 
 from __future__ import annotations
 
@@ -11,7 +8,8 @@ import statistics
 from collections import deque
 from typing import Any
 
-NORMAL_SCALE = 1.4826  # standard deviations in a median absolute deviation of a normal distribution
+# standard deviations in a median absolute deviation of a normal distribution
+NORMAL_SCALE = 1.4826
 # significant digits of a logged float: in a window of nearly equal values, rounding must not look
 # like an outlier
 MIN_RELATIVE_DEVIATION = 1e-6
@@ -26,6 +24,7 @@ class RunningZ:
 
     def score(self, value: float) -> float:
         """Return the deviations of `value` from the values so far; 0.0 while there are too few."""
+        # of a few values the spread is no estimate: the first steps of a job would be refused
         if len(self.values) < self.window / 4:
             return 0.0
         if not math.isfinite(value):
@@ -59,6 +58,7 @@ class Guard:
             ("loss", loss, self.loss, self.max_loss_z),
             ("gradient norm", grad_norm, self.grad_norm, self.max_grad_norm_z),
         ):
+            # it would ruin the weights, and checkpoints of ruined weights push out the good ones
             if not math.isfinite(value):
                 raise BadStep(f"the {name} is {value}")
             z = running.score(value)
@@ -66,6 +66,7 @@ class Guard:
                 raise BadStep(
                     f"the {name} is {value:.6g}, {z:.1f} deviations above the last steps (limit {limit})"
                 )
+        # of accepted steps alone: refused values would widen the spread until spikes pass
         self.loss.add(loss)
         self.grad_norm.add(grad_norm)
 

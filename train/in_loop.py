@@ -1,4 +1,4 @@
-"""`evals.in_loop`: after a save the job runs the watcher once, and all ranks wait for it."""
+"""Evaluate after a save (`evals.in_loop`): rank 0 runs the watcher once, and all ranks wait for it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from records.events import record_event
 from .supervise import signals
 from .supervise.workers import end_workers
 
-END_S = 30.0  # from SIGTERM to SIGKILL
+# seconds from SIGTERM to SIGKILL
+END_S = 30.0
 # set by torchrun and wandb for this worker; an evaluation is not one, and may use all cores
 OF_A_WORKER = re.compile(
     "RANK$|WORLD_SIZE$|LOCAL_|MASTER_|OMP_NUM_THREADS$|GROUP_|ROLE_|TORCHELASTIC_|WANDB_SERVICE"
@@ -32,7 +33,8 @@ class InLoop:
     def __init__(self, job_config: Any):
         self.run = Path(job_config.job.dump_folder)
         hang_timeout_s = job_config.resilience.hang_timeout_s
-        self.limit_s = 0.9 * hang_timeout_s  # after more the supervisor assumes a hang
+        # after hang_timeout_s the supervisor assumes a hang
+        self.limit_s = 0.9 * hang_timeout_s
         # the other groups time out after comm.train_timeout_seconds, which is meant for a step
         timeout = timedelta(seconds=hang_timeout_s + END_S)
         self.group = torch.distributed.new_group(timeout=timeout, backend="gloo")
@@ -56,11 +58,12 @@ class InLoop:
         process, until_s = subprocess.Popen(command, env=env), time.monotonic() + self.limit_s
         while process.poll() is None:
             time.sleep(0.2)
-            stopping = signals.WORKER.asked or (self.run / "stop").exists()
+            stopping = signals.WORKER.request or (self.run / "stop").exists()
             if stopping or time.monotonic() > until_s:
-                end_workers(process, END_S)  # and what it started
-                late = f"ended after {self.limit_s:.0f} s; raise resilience.hang_timeout_s"
-                return None if stopping else late
+                # SIGTERM first, so that the watcher can end what it started
+                end_workers(process, END_S)
+                too_late = f"ended after {self.limit_s:.0f} s; raise resilience.hang_timeout_s"
+                return None if stopping else too_late
         return (
             f"exit status {process.returncode}, see {self.run}/logs/evals"
             if process.returncode

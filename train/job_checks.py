@@ -1,7 +1,4 @@
-"""Whether a job can run as it is set: choices, bounds and contradictions, each refused with one sentence.
-
-TorchTitan's parser checks only the command line: a wrong word in a job file would be found where it is used.
-"""
+"""Check that a job can run as it is set: choices, bounds and contradictions, each refused with one sentence."""
 
 from __future__ import annotations
 
@@ -19,7 +16,8 @@ import torch
 
 from laneformer.config import FLAVORS
 
-FLOAT8 = "quantize.linear.float8"  # the converter and its section
+# the converter and its section
+FLOAT8 = "quantize.linear.float8"
 # settings that TorchTitan declares as plain text, or with more words than the Laneformer knows
 CHOICES: dict[str, tuple[str, ...]] = {
     "model.name": ("laneformer",),
@@ -96,11 +94,8 @@ BOUNDS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
         "lr_scheduler.decay_ratio lr_scheduler.min_lr_factor mtp.lower_at",
     ),
     ("at least 0 and below 1", lambda value: 0 <= value < 1, "optimizer.beta1 optimizer.beta2"),
-    (
-        "at least 4",
-        lambda value: value >= 4,
-        "resilience.spike_window",
-    ),  # a z-score of fewer has no meaning
+    # a z-score of fewer has no meaning
+    ("at least 4", lambda value: value >= 4, "resilience.spike_window"),
     (
         "0 (keep all) or at least 2, as the newest may be half written",
         lambda value: value == 0 or value >= 2,
@@ -120,8 +115,14 @@ def check_job(job: Any, world_size: int | None = None) -> None:
     Args:
         world_size: of the workers, if known.
     """
-    problems = (wrong_types(job), wrong_values(job), contradictions(job), misfits(job, world_size))
-    for problem in (p for each in problems for p in each):
+    problems = (
+        find_wrong_types(job),
+        find_wrong_values(job),
+        find_contradictions(job),
+        find_misfits(job, world_size),
+    )
+    # lazily: later checks compare values whose types the earlier ones have verified
+    for problem in (message for check in problems for message in check):
         raise ValueError(problem)
 
 
@@ -135,22 +136,25 @@ def check_local_ranks() -> None:
         )
 
 
-def wrong_types(section: Any, prefix: str = "") -> Iterator[str]:
-    """Settings whose value is not what their field declares, in every section."""
+def find_wrong_types(section: Any, prefix: str = "") -> Iterator[str]:
+    """Find settings whose value is not what their field declares, in every section."""
     for field in dataclasses.fields(section):
         name, value, hint = prefix + field.name, getattr(section, field.name), field.type
         if dataclasses.is_dataclass(value):
-            yield from wrong_types(value, f"{name}.")
+            yield from find_wrong_types(value, f"{name}.")
         elif not fits(value, hint):
-            choices = sorted(literals(hint))
-            yield refusal(
-                name, value, one_of(value, choices) if choices else f"must be {words(hint)}"
+            choices = sorted(list_literals(hint))
+            yield format_refusal(
+                name,
+                value,
+                suggest(value, choices) if choices else f"must be {describe_type(hint)}",
             )
 
 
 def fits(value: Any, hint: Any) -> bool:
     """Tell whether a value from a job file is of a declared type."""
     try:
+        # TorchTitan's parser checks only the command line, not the job file
         # as JSON: an array is a list or a tuple, and a text no number
         pydantic.TypeAdapter(hint).validate_json(json.dumps(value), strict=True)
     except pydantic.ValidationError:
@@ -158,39 +162,39 @@ def fits(value: Any, hint: Any) -> bool:
     return True
 
 
-def literals(hint: Any) -> set[str]:
-    """The words that a declared type consists of."""
+def list_literals(hint: Any) -> set[str]:
     inside = typing.get_args(hint)
     return (
         set(inside)
         if typing.get_origin(hint) is typing.Literal
-        else {w for each in inside for w in literals(each)}
+        else {word for part in inside for word in list_literals(part)}
     )
 
 
-def words(hint: Any) -> str:
+def describe_type(hint: Any) -> str:
     return {int: "a whole number", float: "a number", str: "text", bool: "true or false"}.get(
         hint, str(hint)
     )
 
 
-def one_of(value: Any, choices: list[str]) -> str:
+def suggest(value: Any, choices: list[str]) -> str:
     wrong = (
-        next((each for each in value if each not in choices), value)
+        next((choice for choice in value if choice not in choices), value)
         if isinstance(value, list)
         else value
     )
+    # difflib tells upper from lower case, which is what users get wrong most
     near = [choice for choice in choices if choice.lower() == str(wrong).lower()]
     near = near or difflib.get_close_matches(str(wrong), choices, n=1, cutoff=0.4)
     return f"choose from {', '.join(choices)}" + (f"; did you mean {near[0]!r}?" if near else "")
 
 
-def refusal(name: str, value: Any, allowed: str) -> str:
+def format_refusal(name: str, value: Any, allowed: str) -> str:
     return f"{name} = {value!r} is not possible: {allowed}"
 
 
-def wrong_values(job: Any) -> Iterator[str]:
-    """Settings outside of the tables above."""
+def find_wrong_values(job: Any) -> Iterator[str]:
+    """Find settings outside of the tables above."""
 
     def value_of(name: str) -> Any:
         return operator.attrgetter(name)(job)
@@ -200,29 +204,28 @@ def wrong_values(job: Any) -> Iterator[str]:
         if value is not None and not set(value if isinstance(value, list) else [value]) <= set(
             choices
         ):
-            yield refusal(name, value, one_of(value, list(choices)))
+            yield format_refusal(name, value, suggest(value, list(choices)))
     for name, (only, why) in ONLY.items():
         if value_of(name) != only:
-            yield refusal(name, value_of(name), f"only {only!r} is supported; {why}")
+            yield format_refusal(name, value_of(name), f"only {only!r} is supported; {why}")
     for allowed, possible, names in BOUNDS:
         for name in names.split():
             if value_of(name) is not None and not possible(value_of(name)):
-                yield refusal(name, value_of(name), f"it must be {allowed}")
+                yield format_refusal(name, value_of(name), f"it must be {allowed}")
 
 
-def contradictions(job: Any) -> Iterator[str]:
-    """Settings that are possible each, but not together."""
+def find_contradictions(job: Any) -> Iterator[str]:
+    """Find settings that are possible each, but not together."""
     steps, schedule, section = job.training.steps, job.lr_scheduler, job.checkpoint
     total = schedule.total_steps
-    if (
-        total is not None and steps > total + 1
-    ):  # step total + 1 has exactly the minimum, which a decay branch uses
+    # step total + 1 has exactly the minimum, which a decay branch uses
+    if total is not None and steps > total + 1:
         yield (
             f"training.steps = {steps} goes on after the learning rate's schedule has ended, lr_scheduler.total_steps "
             f"= {total}; raise total_steps (the decay moves with it), or train at most {total + 1} steps"
         )
     if total is not None and schedule.warmup_steps > total:
-        yield refusal(
+        yield format_refusal(
             "lr_scheduler.warmup_steps",
             schedule.warmup_steps,
             f"total_steps is {total}; it must be less",
@@ -232,7 +235,7 @@ def contradictions(job: Any) -> Iterator[str]:
         and not job.quantize.linear.float8.emulate
         and job.training.mixed_precision_param != "bfloat16"
     ):
-        yield refusal(
+        yield format_refusal(
             "training.mixed_precision_param",
             job.training.mixed_precision_param,
             f"float8 products give bfloat16; set it, or {FLOAT8}.emulate = true",
@@ -259,8 +262,8 @@ def contradictions(job: Any) -> Iterator[str]:
         )
 
 
-def misfits(job: Any, world_size: int | None) -> Iterator[str]:
-    """Batch and mesh that do not fit each other, or the number of workers."""
+def find_misfits(job: Any, world_size: int | None) -> Iterator[str]:
+    """Find a batch or mesh that does not fit the other, or the number of workers."""
     training, parallelism = job.training, job.parallelism
     replicas, shards = (
         parallelism.data_parallel_replicate_degree,
@@ -284,13 +287,13 @@ def misfits(job: Any, world_size: int | None) -> Iterator[str]:
             f"data_parallel_replicate_degree = {replicas} with shard degree 1 is plain DDP, which torchtitan 0.2.2 "
             "trains with gradients twice divided by the ranks; use data_parallel_shard_degree >= 2"
         )
-    if problem := batch_problem(
+    if problem := find_batch_problem(
         training.global_batch_size, training.local_batch_size, ranks, lane_ranks
     ):
         yield problem
 
 
-def batch_problem(
+def find_batch_problem(
     global_batch: int, local_batch: int, ranks: int, lane_ranks: int = 1
 ) -> str | None:
     """Say why a step's sequences cannot be dealt to the ranks in whole micro-batches; None if they can.
@@ -298,14 +301,15 @@ def batch_problem(
     Args:
         lane_ranks: ranks that share each sequence, by its lanes.
     """
+    # ranks that share the lanes of a sequence read the same sequences
     groups = ranks // lane_ranks
     if global_batch % (local_batch * groups) == 0:
         return None
-    who = "GPUs" if lane_ranks == 1 else f"groups of {lane_ranks} GPUs"
-    fix = f"a number of {who} that divides {global_batch}"
+    units = "GPUs" if lane_ranks == 1 else f"groups of {lane_ranks} GPUs"
+    fix = f"a number of {units} that divides {global_batch}"
     if global_batch % groups == 0:
         fix = f"a local batch that divides {global_batch // groups}"
     return (
-        f"training.global_batch_size = {global_batch} is not a multiple of {groups} {who} x local_batch_size = "
+        f"training.global_batch_size = {global_batch} is not a multiple of {groups} {units} x local_batch_size = "
         f"{local_batch}; choose {fix}"
     )

@@ -1,4 +1,4 @@
-"""The job config of a training job: TorchTitan's own, our sections of records.job, and [architecture].
+"""Load and check the config of a training job: TorchTitan's, our sections of records.job, and [architecture].
 
     python -m train.job_config --job.config_file X.toml [--section.key value ...]
 
@@ -39,7 +39,7 @@ Architecture = dataclasses.make_dataclass(
 
 @dataclass
 class JobConfig(JobSections):
-    """What TorchTitan merges into its JobConfig."""
+    """Our sections, which TorchTitan merges into its JobConfig."""
 
     architecture: Architecture = field(default_factory=Architecture)  # type: ignore[valid-type]
 
@@ -74,35 +74,35 @@ def check_keys(job_class: type, values: dict[str, Any], arguments: list[str]) ->
         values: the job file, {section: {key: value}}.
         arguments: the command line.
     """
-    known = {**dict(list_keys(job_class)), "help": False}
+    # {dotted name: whether it is a section}
+    keys = {**dict(list_keys(job_class)), "help": False}
     flags = [flag.removeprefix("--").replace("-", "_") for flag in flags_in(arguments)]
-    for name in [*list_written(values, known), *flags]:
+    for name in [*list_written(values, keys), *flags]:
         section, _, key = name.rpartition(".")
         # --validation.no-enable, and --architecture.rope_scaling.factor, which is inside of a value
-        if name in known or False in map(known.get, (section, name.replace(".no_", "."))):
+        if name in keys or False in map(keys.get, (section, name.replace(".no_", "."))):
             continue
         # the right key in the wrong section comes first
-        near = [each for each in known if each.endswith(f".{key}")]
-        near = near or difflib.get_close_matches(name, known, n=1)
-        near = near or [each for each, is_section in known.items() if is_section]
+        near = [other for other in keys if other.endswith(f".{key}")]
+        near = near or difflib.get_close_matches(name, keys, n=1)
+        near = near or [other for other, is_section in keys.items() if is_section]
         kind = "key" if section else "section"
         raise ValueError(f"{name} is no {kind}; nearest: {', '.join(near)}")
 
 
 def list_keys(section: Any, prefix: str = "") -> Iterator[tuple[str, bool]]:
     """List (dotted name, whether it is a section) of a dataclass, nested ones included."""
-    for each in dataclasses.fields(section):
-        yield prefix + each.name, dataclasses.is_dataclass(each.type)
-        if dataclasses.is_dataclass(each.type):
-            yield from list_keys(each.type, f"{prefix}{each.name}.")
+    for entry in dataclasses.fields(section):
+        yield prefix + entry.name, dataclasses.is_dataclass(entry.type)
+        if dataclasses.is_dataclass(entry.type):
+            yield from list_keys(entry.type, f"{prefix}{entry.name}.")
 
 
-def list_written(table: dict[str, Any], known: dict[str, bool], prefix: str = "") -> Iterator[str]:
-    """List the dotted names in a job file."""
+def list_written(table: dict[str, Any], keys: dict[str, bool], prefix: str = "") -> Iterator[str]:
     for key, value in table.items():
         yield prefix + key
-        if known.get(prefix + key) and isinstance(value, dict):
-            yield from list_written(value, known, f"{prefix}{key}.")
+        if keys.get(prefix + key) and isinstance(value, dict):
+            yield from list_written(value, keys, f"{prefix}{key}.")
 
 
 def check_with_model(job: Any, world_size: int | None = None) -> None:
@@ -140,10 +140,9 @@ def patch_torch_for_cpu() -> None:
     cpu.empty_cache = lambda: None
     profiler: Any = torch.profiler
     profile = profiler.profile
-    profiler.profile = lambda activities=(), **options: (
-        profile(  # it names the GPU's activity, which is None here
-            activities=[activity for activity in activities if activity is not None], **options
-        )
+    # TorchTitan names the GPU's activity, which is None here
+    profiler.profile = lambda activities=(), **options: profile(
+        activities=[activity for activity in activities if activity is not None], **options
     )
     # torch.cpu's own returns "cpu", which barrier(device_ids=...) refuses
     cpu.current_device = lambda: 0

@@ -1,7 +1,4 @@
-"""metrics.jsonl: TorchTitan's metrics processor, which also writes every logged step as one JSON line.
-
-One row per logged step; a validation extends its row. TensorBoard and wandb get its figures, too.
-"""
+"""Log metrics as TorchTitan does, and write every logged step as one JSON line of metrics.jsonl."""
 
 from __future__ import annotations
 
@@ -30,7 +27,8 @@ from .checkpoint_saves import CheckpointTimes
 from .data import MixtureLoader
 from .guard import RunningZ
 
-Z_WINDOW = 128  # logged steps
+# logged steps that a z-score compares with
+Z_WINDOW = 128
 # what TensorBoard and wandb get of a row beyond TorchTitan's own
 SCALARS = [
     "loss_z",
@@ -53,7 +51,7 @@ SCALARS = [
 LINES = ("metrics.jsonl", "events.jsonl", "attempts.jsonl")
 
 
-def loss_sums_by_source(
+def sum_losses_by_source(
     losses: torch.Tensor, labels: torch.Tensor, source: torch.Tensor, sources: int
 ) -> torch.Tensor:
     """Sum losses and labels (B, S) by source int64 (B,) into float64 (2, sources): losses, tokens."""
@@ -64,7 +62,7 @@ def loss_sums_by_source(
     return sums
 
 
-def mean_by_source(
+def average_by_source(
     sums: torch.Tensor, names: tuple[str, ...], mesh: DeviceMesh | None
 ) -> dict[str, float]:
     """Return the mean loss of each source that has tokens, over all ranks of the mesh."""
@@ -91,7 +89,8 @@ class RunMetrics(MetricsProcessor):
         self.path = Path(job_config.job.dump_folder) / "metrics.jsonl"
         self.last_logged_tokens = 0
         self.disk_full = False
-        self.row: dict[str, Any] = {}  # the last one written
+        # the last one written, which a validation extends
+        self.row: dict[str, Any] = {}
         self.loss_z, self.grad_norm_z = RunningZ(Z_WINDOW), RunningZ(Z_WINDOW)
         # tokens per second and device of the last rows
         self.rates: deque[float] = deque(maxlen=RECENT)
@@ -111,8 +110,10 @@ class RunMetrics(MetricsProcessor):
         rows, events, attempts = (read_lines(self.path.with_name(name)) for name in LINES)
         spans = spans_of([*rows, *events, *attempts])
         if spans and spans[-1].attempt == attempt and not spans[-1].over:
-            self.began = spans.pop().began  # this one: the supervisor has announced it
+            # this attempt, which the supervisor has announced
+            self.began = spans.pop().began
         self.gpu_hours_before = gpu_hours(spans)
+        # later rows replace those of the same step, which an earlier attempt wrote before its restart
         by_step = {row["step"]: row for row in rows if row["step"] <= step}
         for row in [by_step[step] for step in sorted(by_step)][-Z_WINDOW:]:
             if row.get("tokens_per_s_per_device"):
@@ -121,7 +122,7 @@ class RunMetrics(MetricsProcessor):
                 z.add(math.nan if row.get(key) is None else row[key])
 
     def should_log(self, step: int) -> bool:
-        """Also the last step, whose checkpoint is the one that is used."""
+        # the last step too, whose checkpoint is the one that is used
         return super().should_log(step) or step == self.job_config.training.steps
 
     def log_step(
@@ -139,12 +140,12 @@ class RunMetrics(MetricsProcessor):
         """Log one step; every rank calls it.
 
         Args:
-            loss_sums: of `loss_sums_by_source`.
+            loss_sums: of `sum_losses_by_source`.
             diagnostics: of `Diagnostics.gather`.
         """
         # on every rank, since sums are exchanged; only rank 0 logs
         mesh = self.parallel_dims.get_optional_mesh("loss")
-        loss_by_source = mean_by_source(loss_sums, loader.mixture.source_names, mesh)
+        loss_by_source = average_by_source(loss_sums, loader.mixture.source_names, mesh)
         if torch.distributed.get_rank() != 0:
             self.data_loading_times.clear()
             return
@@ -167,13 +168,15 @@ class RunMetrics(MetricsProcessor):
             "tokens_by_source": loader.tokens_per_source(),
             **throughput,
             **diagnostics,
-            "checkpoint_s": round(checkpoint_s, 3),  # polling for a pending save rounds to 0
+            # polling for a pending save rounds to 0
+            "checkpoint_s": round(checkpoint_s, 3),
             "checkpoint_total_s": checkpoint_total_s,
             "memory_gib": memory.max_reserved_gib,
             "memory_active_gib": memory.max_active_gib,
             **self._progress(step, throughput["tokens_per_s_per_device"]),
             "time": time.time(),
         }
+        # after the scores: a value is not compared with itself
         self.loss_z.add(loss)
         self.grad_norm_z.add(grad_norm)
         self.last_logged_tokens = tokens
@@ -181,10 +184,9 @@ class RunMetrics(MetricsProcessor):
         self._append(row)
 
     def _log_row(self, row: dict[str, Any]) -> None:
-        """TorchTitan's metrics and the row's scalars."""
         plain = utils.NoColor() if self.job_config.metrics.disable_color_printing else utils.Color()
         # the end of TorchTitan's line on the console
-        reset = f"{plain.reset}  {progress_text(row, vars(self.job_config.metrics))}".rstrip()
+        reset = f"{plain.reset}  {format_progress(row, vars(self.job_config.metrics))}".rstrip()
         self.color = type("", (type(plain),), {"reset": reset})()
         extra = {"n_tokens_seen": row["tokens"], "lr": row["lr"], **_scalars(row)}
         self.survive(
@@ -195,9 +197,8 @@ class RunMetrics(MetricsProcessor):
         """Write a row, or keep it in memory while the disk is full."""
         self.row = row
         written = append_or_keep(self.path, _json_line(row))
-        if (
-            not written and not self.disk_full
-        ):  # the event waits for room as well, with the time of now
+        # once a full disk; the event waits for room as well, with the time of now
+        if not written and not self.disk_full:
             reason = f"no room for {self.path}; its rows wait in memory"
             record_event(
                 self.path.parent, "disk_full", attempt=self.attempt, step=row["step"], reason=reason
@@ -234,7 +235,6 @@ class RunMetrics(MetricsProcessor):
         }
 
     def _throughput(self, loader: MixtureLoader) -> dict[str, float | None]:
-        """Measure the whole job's speed since the last row."""
         seconds = time.perf_counter() - self.time_last_log
         devices = torch.distributed.get_world_size()
         tokens_per_s = (loader.tokens - self.last_logged_tokens) / seconds
@@ -255,7 +255,7 @@ class RunMetrics(MetricsProcessor):
 
     def log_held_out(self, step: int, seconds: float, figures: dict[str, Any]) -> None:
         """Add a validation's figures to the row of its step."""
-        # no throughput counts it
+        # no throughput counts the seconds of a validation
         self.time_last_log += seconds
         self.survive(lambda: self.logger.log(_flat(figures), step))
         accepted = ", ".join(f"{odds:.3f}" for odds in figures.get("valid_acceptance", ()))
@@ -271,29 +271,28 @@ class RunMetrics(MetricsProcessor):
             self.row = row
 
 
-def progress_text(row: dict[str, Any], section: dict[str, Any]) -> str:
+def format_progress(row: dict[str, Any], section: dict[str, Any]) -> str:
     """Say what is left of a job and what it costs, for the console."""
     if row["finish_time"] is None:
         return ""
-    used, left, end = row["gpu_hours"], row["gpu_hours_left"], time.gmtime(row["finish_time"])
-    paid, whole = (money(hours, section) for hours in (used, used + left))
+    used, remaining, end = row["gpu_hours"], row["gpu_hours_left"], time.gmtime(row["finish_time"])
+    paid, total = (money(hours, section) for hours in (used, used + remaining))
     text = f"left: {duration(row['finish_time'] - row['time'])}, until {time.strftime('%Y-%m-%d %H:%M', end)} UTC"
-    text += f"  GPU-hours: {used:,.1f} of {used + left:,.1f}"
-    return f"{text}  cost: {paid} of {whole}" if paid else text
+    text += f"  GPU-hours: {used:,.1f} of {used + remaining:,.1f}"
+    return f"{text}  cost: {paid} of {total}" if paid else text
 
 
 def _scalars(row: dict[str, Any]) -> dict[str, float]:
-    """Name the row's scalars as TensorBoard and wandb get them."""
     return _flat({key: row[key] for key in SCALARS if row.get(key) is not None})
 
 
 def _flat(figures: dict[Any, Any]) -> dict[str, float]:
-    """{"a": {"b": 1}, "c": [2, 3]} -> {"a/b": 1, "c/0": 2, "c/1": 3}."""
+    """Flatten {"a": {"b": 1}, "c": [2, 3]} into {"a/b": 1, "c/0": 2, "c/1": 3}."""
     flat: dict[str, float] = {}
     for key, value in figures.items():
         parts = dict(enumerate(value)) if isinstance(value, list) else value
         inner = _flat(parts) if isinstance(parts, dict) else {"": parts}
-        flat |= {f"{key}/{name}" if name else str(key): each for name, each in inner.items()}
+        flat |= {f"{key}/{name}" if name else str(key): leaf for name, leaf in inner.items()}
     return flat
 
 

@@ -1,4 +1,4 @@
-"""AdamW with weight decay on matrices only, and settings restored after a load."""
+"""Build AdamW with weight decay on matrices only, and restore its settings after a load."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ def build_laneformer_optimizers(
     """Build TorchTitan's optimizers, with norm scales in a group that does not decay."""
     container = build_optimizers(model_parts, optimizer_config, parallel_dims)
     for model, optimizer in zip(model_parts, container.optimizers, strict=True):
+        # by identity: tensors compare element by element
         scales = {id(p) for name, p in model.named_parameters() if name.endswith("norm.weight")}
         (group,) = optimizer.param_groups
         matrices = [p for p in group["params"] if id(p) not in scales]
@@ -59,9 +60,11 @@ def apply_optimizer_settings(
         for group, lr_lambda, decay in zip(
             optimizer.param_groups, scheduler.lr_lambdas, decays, strict=True
         ):
+            # the schedule's base, which it multiplies at every step
             group["initial_lr"] = lr
             group["lr"] = lr * lr_lambda(scheduler.last_epoch)
             group["betas"] = (optimizer_config.beta1, optimizer_config.beta2)
             group["eps"] = optimizer_config.eps
             group["weight_decay"] = decay
+        # what is logged before the next step
         scheduler._last_lr = [group["lr"] for group in optimizer.param_groups]

@@ -1,4 +1,4 @@
-"""Registers the Laneformer with TorchTitan (`experimental.custom_import = "train.spec"`)."""
+"""Register the Laneformer with TorchTitan (`experimental.custom_import = "train.spec"`)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ SPEC = TrainSpec(
     build_lr_schedulers_fn=build_clamped_lr_schedulers,
     build_dataloader_fn=build_mixture_loader,
     build_tokenizer_fn=None,
-    build_loss_fn=lambda *_, **__: None,  # the model computes its losses itself, see titan/loss.py
+    # the model computes its losses itself, see titan/loss.py
+    build_loss_fn=lambda *_, **__: None,
     build_validator_fn=HeldOutValidator,
     build_metrics_processor_fn=RunMetrics,
 )
@@ -32,6 +33,7 @@ SPEC = TrainSpec(
 
 def register(spec: TrainSpec) -> None:
     """Make `spec` the meaning of `model.name = "laneformer"`."""
+    # a second registration of one name is an error
     train_spec._extra_train_specs.pop(NAME, None)
     train_spec.register_train_spec(NAME, spec)
 

@@ -1,4 +1,4 @@
-"""What every rank refuses when it starts, asked before a job is queued.
+"""Refuse, before a job is queued, what every rank would refuse when it starts.
 
     WORLD_SIZE=192 python -m train.start_checks --job.config_file X.toml [--section.key value ...]
 
@@ -17,7 +17,8 @@ from records.checkpoints import newest_saved_step
 
 from .job_config import format_job, load_job, patch_torch_for_cpu
 
-patch_torch_for_cpu()  # before torchtitan is imported
+# before torchtitan is imported, which asks for the device then
+patch_torch_for_cpu()
 
 from torchtitan.protocols.train_spec import get_train_spec  # noqa: E402
 
@@ -28,11 +29,13 @@ from .trainer import check_vocabulary  # noqa: E402
 def check_start(job: Any, world_size: int) -> None:
     """Raise ValueError where the data or the run folder do not fit a job that `check_job` allows."""
     spec = get_train_spec(job.model.name)
+    # ranks that share the lanes of a sequence read the same data
     groups = world_size // job.parallelism.tensor_parallel_degree
     loader: Any = spec.build_dataloader_fn(
         dp_world_size=groups, dp_rank=0, tokenizer=None, job_config=job
     )
     loader.check_epochs(job.training.steps * job.training.global_batch_size)
+    # a copy: the arguments of the registered spec are shared
     model_args: Any = copy.copy(spec.model_args[job.model.flavor])
     model_args.update_from_config(job)
     check_vocabulary(loader, model_args.config.vocab_size)

@@ -31,12 +31,12 @@ from records.events import (
 from .attempt_record import describe_attempt
 from .bad_steps import BadSteps
 from .checkpoint import PhaseCheckpointManager
-from .data import Batch, of_packed, to_device
+from .data import Batch, select_packed_inputs, to_device
 from .diagnostics import Diagnostics, gather_ranks
 from .guard import BadStep, Guard
 from .in_loop import InLoop
 from .job_checks import check_job
-from .metrics import loss_sums_by_source
+from .metrics import sum_losses_by_source
 from .supervise import signals
 from .supervise.heartbeat import Heartbeat
 from .supervise.lock import hold_rank
@@ -59,6 +59,7 @@ class LaneformerTrainer(torchtitan.train.Trainer):
     def _build(self, job_config: Any) -> None:
         check_job(job_config, int(os.environ["WORLD_SIZE"]))
         section, rank = job_config.resilience, int(os.environ.get("RANK", "0"))
+        # before anything is written: a worker of an earlier attempt may still write the same files
         self.lock = hold_rank(self.run, rank)
         self.heartbeat = Heartbeat(
             self.run / "heartbeats", rank, section.hang_timeout_s, section.start_timeout_s
@@ -86,7 +87,6 @@ class LaneformerTrainer(torchtitan.train.Trainer):
         model.model_args.bos_id = self.dataloader.mixture.bos_id
 
     def _evaluate(self, step: int) -> None:
-        """Evaluate the checkpoint just saved, with evals.in_loop."""
         last_step = self.job_config.training.steps
         if self.in_loop is not None and is_due(step, self.job_config.evals.every_steps, last_step):
             self.checkpointer.finish()
@@ -110,6 +110,7 @@ class LaneformerTrainer(torchtitan.train.Trainer):
             describe_attempt(
                 self.run, self.attempt, self.step, self.job_config, model, loader, source
             )
+        # a ValueError up to here means wrong settings, which no restart mends; from here on it is a crash
         self.starting = False
         return super().batch_generator(data_iterable)
 
@@ -119,14 +120,15 @@ class LaneformerTrainer(torchtitan.train.Trainer):
             try:
                 super().train()
             except BadStep as problem:
-                self.checkpointer.finish()  # a save under way is of an earlier, clean step
+                # a save under way is of an earlier, clean step: no data that it has seen may be left out
+                self.checkpointer.finish()
                 self.bad_steps.leave_out_last(
                     problem, self.step, self.started_at, self.checkpointer.folder
                 )
                 self._end(BAD_STEP, str(problem))
             if self.step < self.job_config.training.steps and self.stopping:
                 self._end(
-                    STOPPED, signals.WORKER.asked or "another rank, or the file `stop`, asked"
+                    STOPPED, signals.WORKER.request or "another rank, or the file `stop`, asked"
                 )
             self.heartbeat.close()
             self._leave_outcome(DONE, "training.steps reached")
@@ -148,7 +150,7 @@ class LaneformerTrainer(torchtitan.train.Trainer):
         if torch.distributed.get_rank() == 0:
             logger.info(f"This attempt ends at step {self.step} with code {code}: {reason}")
             write_outcome(self.run, self.attempt, code, self.step, reason)
-            (self.run / "stop").unlink(missing_ok=True)  # obeyed
+            (self.run / "stop").unlink(missing_ok=True)  # else it would stop the next attempt
         torch.distributed.barrier()  # torchrun ends all ranks when the first one leaves
 
     def should_continue_training(self) -> bool:
@@ -167,25 +169,26 @@ class LaneformerTrainer(torchtitan.train.Trainer):
                 mesh = self.parallel_dims.get_optional_mesh("batch")
                 batches, tokens, all_tokens = count_tokens(batches, self.device, mesh)
                 mark("forward and backward")
-                part, sums_by_source = self.compute_gradients(batches, all_tokens, logged)
+                loss_part, sums_by_source = self.compute_gradients(batches, all_tokens, logged)
                 mark("the gradient norm")
                 max_norm = self.job_config.training.max_norm
                 norm = dist_utils.clip_grad_norm_(list(model.parameters()), max_norm, foreach=True)
                 mark("the exchange")
+                # turns this rank's part of the mean over all tokens into the mean over its own
                 share = all_tokens / tokens.clamp(min=1)
                 # losses and stop requests reach all ranks: a step is refused, or is the last, on all or on none
                 loss, max_loss, grad_norm, self.stopping = exchange(
-                    part, share, norm, stop_asked(self.run), self.parallel_dims.tp
+                    loss_part, share, norm, is_stop_requested(self.run), self.parallel_dims.tp
                 )
                 try:
                     self.guard.check(loss, grad_norm)
                     break
                 except BadStep as problem:
-                    # nothing has moved: the batch after it takes its place
-                    # raises if it may not
+                    # nothing has moved: the next batch takes its place, unless this raises
                     self.bad_steps.leave_out(problem, self.step, loss, grad_norm)
                     self.heartbeat.beat(self.step - 1)
             lr = self.lr_schedulers.schedulers[0].get_last_lr()[0]
+            # the copy of the weights for the save under way must be complete before they change
             self.checkpointer.maybe_wait_for_staging()
             self.optimizers.step()
             self.lr_schedulers.step()
@@ -220,15 +223,15 @@ class LaneformerTrainer(torchtitan.train.Trainer):
             is_last = i == len(batches) - 1
             model.set_requires_all_reduce(is_last)  # replicas exchange a step's gradients once
             with self.train_context():
-                losses = model(inputs["input"], labels, **of_packed(inputs))  # (B, S)
+                losses = model(inputs["input"], labels, **select_packed_inputs(inputs))  # (B, S)
                 part = losses.sum() / all_tokens
                 part.backward()
             parts.append(part.detach())
             if logged:
                 sources = len(self.dataloader.mixture.source_names)
-                by_source.append(loss_sums_by_source(losses, labels, inputs["source"], sources))
+                by_source.append(sum_losses_by_source(losses, labels, inputs["source"], sources))
                 self.diagnostics.see_logits(labels)
-            del losses
+            del losses  # else they would live through the next micro-batch's forward
         if logged:
             self.diagnostics.see_gradients()
         return torch.stack(parts).sum(), torch.stack(by_source).sum(0) if logged else None
@@ -237,7 +240,6 @@ class LaneformerTrainer(torchtitan.train.Trainer):
         return {**super().state_dict(), "guard": self.guard.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the step and the guard."""
         self.step = state_dict["step"]
         self.guard.load_state_dict(state_dict["guard"])
 
@@ -248,12 +250,12 @@ def count_tokens(
     """Return batches on their way to the device, their trained tokens, and all ranks'."""
     counts = [(labels != IGNORE_INDEX).sum() for _, labels in batches]
     tokens = torch.stack(counts).sum().to(device)
-    moving = [to_device(batch, device) for batch in batches]  # ahead of their use
+    # all copies start now, ahead of their use
+    moving = [to_device(batch, device) for batch in batches]
     return moving, tokens, dist_utils.dist_sum(tokens, mesh)
 
 
 def check_vocabulary(loader: Any, vocab_size: int) -> None:
-    """ValueError where the mixture has tokens that the model lacks."""
     if loader.mixture.vocab_size > vocab_size:
         raise ValueError(
             f"{loader.lock} has a vocabulary of {loader.mixture.vocab_size}, but the model's vocab_size is "
@@ -261,11 +263,11 @@ def check_vocabulary(loader: Any, vocab_size: int) -> None:
         )
 
 
-def stop_asked(run: Path) -> bool:
-    """Tell whether this rank was asked to stop."""
+def is_stop_requested(run: Path) -> bool:
+    """Tell whether a signal or the file `stop` asks this rank to stop."""
     # one rank looks for the file: the others learn it in the exchange
-    of_run = torch.distributed.get_rank() == 0 and (run / "stop").exists()
-    return signals.WORKER.asked is not None or of_run
+    file_exists = torch.distributed.get_rank() == 0 and (run / "stop").exists()
+    return signals.WORKER.request is not None or file_exists
 
 
 def exchange(
@@ -278,9 +280,10 @@ def exchange(
         share: all tokens / this rank's.
         alike: ranks that have the same sequences, each for its own lanes.
     """
-    mine = torch.stack([loss / alike, loss * share, grad_norm, torch.full_like(loss, float(stop))])
-    everyone = gather_ranks(mine.float())
+    # `alike` ranks bring the same loss into the sum; the other columns are maxima, where that does not matter
+    local = torch.stack([loss / alike, loss * share, grad_norm, torch.full_like(loss, float(stop))])
+    table = gather_ranks(local.float())
     total, _, highest, norm, stops = torch.cat(
-        [everyone[:, :1].sum(dim=0), everyone.amax(dim=0)]
+        [table[:, :1].sum(dim=0), table.amax(dim=0)]
     ).tolist()
     return total, highest, norm, stops > 0

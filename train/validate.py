@@ -1,7 +1,4 @@
-"""Validation loss on fixed held-out windows, by source and position, the same on any number of ranks.
-
-All windows form one list, cut into micro-batches for all ranks. The total weighs sources as the mixture does.
-"""
+"""Measure the validation loss on fixed held-out windows, by source and position, the same on any number of ranks."""
 
 from __future__ import annotations
 
@@ -23,12 +20,13 @@ from torchtitan.tools.logging import logger
 from data_mixtures.mixture import PACKING, read_lock, valid_windows
 from laneformer.titan.mtp import Drafted
 
-from .data import inputs_and_labels
+from .data import split_inputs_and_labels
 from .diagnostics import ratios
 from .metrics import RunMetrics
 from .supervise.heartbeat import enter
 
-FIRST_OCTAVE = 16  # tokens; the positions before it are one bin
+# tokens; the positions before it are one bin
+FIRST_OCTAVE = 16
 
 
 def read_held_out(lock_path: Path, windows_per_source: int) -> dict[str, list[np.ndarray]]:
@@ -40,19 +38,19 @@ def read_held_out(lock_path: Path, windows_per_source: int) -> dict[str, list[np
     lock, folder = read_lock(lock_path), lock_path.parent
     weights = {source["name"]: source["weight"] for source in lock["sources"]}
     parts = (False, True) if lock["packing"] != PACKING else (False,)
-    windows_of = {
+    arrays = {
         name: [valid_windows(folder, name, windows_per_source, flags) for flags in parts]
         for name in weights
     }
-    without = [name for name, (windows, *_) in windows_of.items() if not len(windows)]
-    if not sum(weight for name, weight in weights.items() if name not in without):
+    missing = [name for name, (windows, *_) in arrays.items() if not len(windows)]
+    if not sum(weight for name, weight in weights.items() if name not in missing):
         raise ValueError(
-            f"{', '.join(without)} of {lock_path} have no held-out windows to validate on; raise valid_per_10000 in "
+            f"{', '.join(missing)} of {lock_path} have no held-out windows to validate on; raise valid_per_10000 in "
             "the recipe and prepare again, or set validation.enable = false"
         )
-    if without:
-        logger.warning(f"no held-out windows, so not in the validation loss: {', '.join(without)}")
-    return {name: each for name, each in windows_of.items() if name not in without}
+    if missing:
+        logger.warning(f"no held-out windows, so not in the validation loss: {', '.join(missing)}")
+    return {name: parts for name, parts in arrays.items() if name not in missing}
 
 
 def deal_out(
@@ -87,11 +85,10 @@ class HeldOutValidator(BaseValidator):
         section, lock = job_config.validation, Path(job_config.mixture.lock)
         self.context, self.metrics = validation_context, metrics_processor
         self.mesh = parallel_dims.get_optional_mesh("loss")
-
         sources = read_held_out(lock, section.windows_per_source)
         weights = {source["name"]: source["weight"] for source in read_lock(lock)["sources"]}
         self.names, self.weights = list(sources), [weights[name] for name in sources]
-        self.octaves = octaves(job_config.training.seq_len)
+        self.octaves = list_octaves(job_config.training.seq_len)
         counts = [len(windows) for windows, *_ in sources.values()]
         streams = [np.concatenate(parts) for parts in zip(*sources.values(), strict=True)]
         source_of_row = np.repeat(np.arange(len(sources)), counts)
@@ -111,37 +108,39 @@ class HeldOutValidator(BaseValidator):
         model.eval()
         sums = self._sum_windows(model)
         model.train()
-        self.metrics.log_held_out(step, time.perf_counter() - started, self._figures(sums))
+        self.metrics.log_held_out(step, time.perf_counter() - started, self._compute_figures(sums))
 
     def _sum_windows(self, model: Any) -> list[list[float]]:
-        """Sum over all ranks (sources, n) what `_figures` reads."""
+        """Sum over all ranks (sources, n) what `_compute_figures` reads."""
         sums = torch.zeros(len(self.names) + 1, 1, dtype=torch.float64, device=utils.device_type)
-        for *streams, source in self.windows:  # a few: signals wait
-            inputs, labels = inputs_and_labels(*map(on_device, streams))
+        # only a few micro-batches: a stop request waits for the end of the validation
+        for *streams, source in self.windows:
+            inputs, labels = split_inputs_and_labels(*map(to_int64_on_device, streams))
             documents = inputs.get("documents")
             with self.context():
                 losses = model(inputs["input"], labels, documents)
-            places = octave_sums(losses, labels, documents, self.octaves)
-            rows = torch.cat([places, draft_sums(model.drafted, len(losses))], 1)
+            places = sum_octaves(losses, labels, documents, self.octaves)
+            rows = torch.cat([places, sum_drafts(model.drafted, len(losses))], 1)
             # the number of columns is known from the first batch on
-            sums = sums.expand(-1, rows.shape[1]).index_add(0, on_device(source), rows)
+            sums = sums.expand(-1, rows.shape[1]).index_add(0, to_int64_on_device(source), rows)
         if self.mesh is not None:
             torch.distributed.all_reduce(sums, group=self.mesh.get_group())
-        return sums[:-1].tolist()  # the last bin is the padding's
+        # the last bin is the padding's
+        return sums[:-1].tolist()
 
-    def _figures(self, sums: list[list[float]]) -> dict[str, Any]:
-        """Return what the row of a validation gets."""
-        of, n = dict(zip(self.names, sums, strict=True)), len(self.octaves)
-        by_source = {name: sum(row[:n]) / sum(row[n : 2 * n]) for name, row in of.items()}
-        drafts = [draft_figures(row[2 * n :]) for row in of.values()]
+    def _compute_figures(self, sums: list[list[float]]) -> dict[str, Any]:
+        row_of, n = dict(zip(self.names, sums, strict=True)), len(self.octaves)
+        by_source = {name: sum(row[:n]) / sum(row[n : 2 * n]) for name, row in row_of.items()}
+        drafts = [average_drafts(row[2 * n :]) for row in row_of.values()]
         return {
+            # sources weigh as in the mixture
             "valid_loss": self._weigh(list(by_source.values())),
             "valid_loss_by_source": by_source,
-            "valid_loss_by_position": {name: self._by_octave(row) for name, row in of.items()},
+            "valid_loss_by_position": {name: self._by_octave(row) for name, row in row_of.items()},
             **{
                 f"valid_{name}": [
                     self._weigh(column)
-                    for column in zip(*(each[name] for each in drafts), strict=True)
+                    for column in zip(*(figures[name] for figures in drafts), strict=True)
                 ]
                 for name in drafts[0]
             },
@@ -158,11 +157,11 @@ class HeldOutValidator(BaseValidator):
         )
 
 
-def on_device(part: torch.Tensor) -> torch.Tensor:
+def to_int64_on_device(part: torch.Tensor) -> torch.Tensor:
     return part.to(utils.device_type, torch.int64)
 
 
-def octaves(seq_len: int) -> list[int]:
+def list_octaves(seq_len: int) -> list[int]:
     """Return the first position of each bin: 0, 16, 32, 64 ..."""
     return [
         0,
@@ -170,7 +169,7 @@ def octaves(seq_len: int) -> list[int]:
     ]
 
 
-def octave_sums(
+def sum_octaves(
     losses: torch.Tensor,
     labels: torch.Tensor,
     documents: torch.Tensor | None,
@@ -185,28 +184,30 @@ def octave_sums(
     position = torch.arange(labels.shape[1], device=labels.device).repeat(len(labels), 1)
     if documents is not None:
         documents = documents.contiguous()
+        # documents' numbers grow along a window: the first place of a number is where its document begins
         position -= torch.searchsorted(documents, documents)
     octave = torch.bucketize(position, torch.tensor(firsts[1:], device=labels.device), right=True)
     parts = torch.stack([losses.detach(), labels != IGNORE_INDEX], 1).double()
     return (parts @ nn.functional.one_hot(octave, len(firsts)).double()).flatten(1)
 
 
-def draft_sums(drafted: Drafted | None, sequences: int) -> torch.Tensor:
+def sum_drafts(drafted: Drafted | None, sequences: int) -> torch.Tensor:
     """Sum (b, 3 K) of each sequence: every step's loss, its tokens, and drafts accepted up to it."""
     if drafted is None:
         return torch.zeros(sequences, 0, dtype=torch.float64, device=utils.device_type)
     assert drafted.accepted is not None, "the model was not in eval mode"
-    counted = drafted.labels != IGNORE_INDEX
-    parts = (drafted.losses, counted, drafted.accepted & counted)
+    is_token = drafted.labels != IGNORE_INDEX
+    parts = (drafted.losses, is_token, drafted.accepted & is_token)
     return torch.cat([part.double().sum(2) for part in parts]).T
 
 
-def draft_figures(sums: list[float]) -> dict[str, list[float]]:
+def average_drafts(sums: list[float]) -> dict[str, list[float]]:
     """Return each step's mean loss of one source, and the odds that its draft is accepted."""
     if not sums:
         return {}
     steps = len(sums) // 3
     losses, tokens, accepted = (sums[i * steps : (i + 1) * steps] for i in range(3))
+    # a draft is tried only where all before it were accepted
     before = [tokens[0], *accepted]
     return {
         "draft_loss": ratios(*losses, *tokens),

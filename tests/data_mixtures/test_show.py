@@ -14,7 +14,7 @@ from rich.console import Console
 from data_mixtures import shards, show, tokenizer
 from data_mixtures.mixture import Mixture
 
-SEQ_LEN, WINDOWS_PER_SHARD = 32, 64  # of prepared_data
+SEQ_LEN, WINDOWS_PER_SHARD = 32, 64  # of data_folder
 
 
 @pytest.fixture
@@ -38,8 +38,8 @@ def run(capsys):
 
 
 @pytest.fixture
-def lock(prepared_data):
-    return prepared_data / "phase1.lock.json"
+def lock(data_folder):
+    return data_folder / "phase1.lock.json"
 
 
 def first_token(window: dict) -> int:
@@ -62,12 +62,12 @@ def documents_of(folder: Path) -> list[tuple[int, int, str]]:
     return documents
 
 
-def test_every_document_of_a_window_is_named(run, lock, prepared_data):
+def test_every_document_of_a_window_is_named(run, lock, data_folder):
     # also documents longer than a window, from another shard, or at a window's first token
     opened = Mixture.open(lock)
-    pieces = tokenizer.load(shards.tokenizer_path(prepared_data))
+    pieces = tokenizer.load(shards.tokenizer_path(data_folder))
     # the reference: documents and their places, read without `show`
-    of_sources = {name: documents_of(prepared_data / name) for name in ("web", "code")}
+    of_sources = {name: documents_of(data_folder / name) for name in ("web", "code")}
     windows = [
         window
         for step in (1, 2, 3)
@@ -115,8 +115,8 @@ def test_text_says_where_a_sequence_and_its_documents_lie(run, lock):
     assert run(lock, "--sequence", 3 * 10**3, "--json")[0]["epoch"] >= 1
 
 
-def test_documents_are_found_by_id_and_by_where_they_came_from(run, lock, prepared_data):
-    begin, length, name = documents_of(prepared_data / "code")[7]
+def test_documents_are_found_by_id_and_by_where_they_came_from(run, lock, data_folder):
+    begin, length, name = documents_of(data_folder / "code")[7]
     (document,) = run(lock, "--document", name, "--json")
     assert (document["source"], document["document_tokens"]) == ("code", length)
     assert first_token(document) == begin

@@ -110,11 +110,11 @@ def test_scores_that_mean_nothing_are_refused(tmp_path):
         load_windows(tmp_path, None)
 
 
-def test_the_command_on_real_held_out_text(prepared_data, tmp_path, monkeypatch):
-    tokenizer_from_sentencepiece(prepared_data / "tokenizer.model").save(
+def test_the_command_on_real_held_out_text(data_folder, tmp_path, monkeypatch):
+    tokenizer_from_sentencepiece(data_folder / "tokenizer.model").save(
         str(tmp_path / "tokenizer.json")
     )
-    token_bytes = load_token_bytes(tmp_path, prepared_data)
+    token_bytes = load_token_bytes(tmp_path, data_folder)
     scorer = Unigram(len(token_bytes))
     sources = []
     monkeypatch.setattr(
@@ -122,11 +122,11 @@ def test_the_command_on_real_held_out_text(prepared_data, tmp_path, monkeypatch)
     )
     about = About(tmp_path / "evals.jsonl")
     on_gpu = Source("transformers", "cuda")
-    record = main(tmp_path, prepared_data, limit=4, source=on_gpu, about=about)
+    record = main(tmp_path, data_folder, limit=4, source=on_gpu, about=about)
     assert sources == [on_gpu]
     assert read_lines(tmp_path / "evals.jsonl") == [record]
     check_fields(record, None)
-    windows, categories = load_windows(prepared_data, 4)
+    windows, categories = load_windows(data_folder, 4)
     assert set(record["sources"]) == set(windows) == {"web", "code", "math"}
     for name, source in record["sources"].items():
         expected = by_hand(windows[name], scorer, token_bytes)
@@ -134,8 +134,8 @@ def test_the_command_on_real_held_out_text(prepared_data, tmp_path, monkeypatch)
         assert source["category"] == categories[name]
 
 
-def test_a_model_with_another_tokenizer_is_refused(prepared_data, tmp_path):
-    content = json.loads(tokenizer_from_sentencepiece(prepared_data / "tokenizer.model").to_str())
+def test_a_model_with_another_tokenizer_is_refused(data_folder, tmp_path):
+    content = json.loads(tokenizer_from_sentencepiece(data_folder / "tokenizer.model").to_str())
     vocab = content["model"]["vocab"]
     # two pieces of unequal length, so that the counts of bytes differ
     a, b = [piece for piece, id_ in vocab.items() if id_ in (300, 450)]
@@ -143,7 +143,7 @@ def test_a_model_with_another_tokenizer_is_refused(prepared_data, tmp_path):
     vocab[a], vocab[b] = vocab[b], vocab[a]
     (tmp_path / "tokenizer.json").write_text(json.dumps(content))
     with pytest.raises(ValueError, match="is not the tokenizer of"):
-        load_token_bytes(tmp_path, prepared_data)
+        load_token_bytes(tmp_path, data_folder)
 
 
 # the bytes of a text's tokens add up to the bytes of the text, whatever is in it

@@ -88,8 +88,8 @@ def test_a_reader_of_the_record_may_leave(data):
     assert process.returncode == 128 + signal.SIGPIPE
 
 
-def test_data_that_were_not_searched_say_so(prepared_data, tmp_path, capsys):
-    assert main(prepared_data)["benchmarks"] == {}
+def test_data_that_were_not_searched_say_so(data_folder, tmp_path, capsys):
+    assert main(data_folder)["benchmarks"] == {}
     assert "nothing was searched for" in capsys.readouterr().err
     with pytest.raises(ValueError, match="holds no <source>"):
         main(tmp_path)

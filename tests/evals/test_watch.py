@@ -266,14 +266,14 @@ def test_cores_and_a_gpu_of_its_own(monkeypatch):
 
 
 @pytest.mark.rotate
-def test_a_job_evaluates_its_own_checkpoints_and_a_killed_watcher_goes_on(prepared_data, tmp_path):
+def test_a_job_evaluates_its_own_checkpoints_and_a_killed_watcher_goes_on(data_folder, tmp_path):
     # watchers at the tests' own priority: at the lowest they would wait for all other tests
     (tmp_path / "sitecustomize.py").write_text("import os\nos.nice = lambda by: 0\n")
     env = environment() | {"PYTHONPATH": str(tmp_path)}
-    command = f"bits_per_byte --data {prepared_data} --limit 2"
+    command = f"bits_per_byte --data {data_folder} --limit 2"
     run = tmp_path / "run"
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    job = ["-m", "train", *arguments(run, prepared_data / "phase1.lock.json", 4, 2)]
+    job = ["-m", "train", *arguments(run, data_folder / "phase1.lock.json", 4, 2)]
     job += ["--validation.no-enable", "--resilience.hang_timeout_s", "300"]
     job += [
         "--checkpoint.enable_first_step_checkpoint",

@@ -13,7 +13,7 @@ def exchanges(*turns: list[str]) -> Pairs:
     sent = [
         [{"text": text, "sender": "ab"[i % 2]} for text in texts] for i, texts in enumerate(turns)
     ]
-    return chitchat.exchanges(sent)
+    return chitchat.list_exchanges(sent)
 
 
 def contents(pairs: Pairs) -> list[tuple[str, str]]:

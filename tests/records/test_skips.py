@@ -45,12 +45,12 @@ def test_the_run_folder_remembers(tmp_path):
 
 
 @pytest.mark.job
-def test_the_loader_goes_on_behind_a_window_and_refuses_a_contradiction(prepared_data):
+def test_the_loader_goes_on_behind_a_window_and_refuses_a_contradiction(data_folder):
     pytest.importorskip("torchtitan")
     from train.data import MixtureLoader
 
     def loader(*windows):
-        return MixtureLoader(prepared_data / "phase1.lock.json", 0, 2, 2, 1, SkipList(windows))
+        return MixtureLoader(data_folder / "phase1.lock.json", 0, 2, 2, 1, SkipList(windows))
 
     ahead = loader((5, 9))
     ahead.state.sequences = 4

@@ -29,15 +29,14 @@ SHIPPED = Path("configs/ablation.toml")
 
 
 def model_of(run: ablate.Run) -> LaneformerConfig:
-    """Return the model of a run's flags as the trainer reads them."""
     from train.job_config import JobConfig
 
     job, rest = tyro.cli(JobConfig, args=run.flags, return_unknown_args=True)
-    left = {word for word in rest if word.startswith("--")}
-    assert left == {"--job.config_file", "--debug.seed"}, "TorchTitan's own; others do not exist"
-    given = {name: value for name, value in asdict(job.architecture).items() if value is not None}
+    unread = {word for word in rest if word.startswith("--")}
+    assert unread == {"--job.config_file", "--debug.seed"}, "TorchTitan's own; others do not exist"
+    changes = {name: value for name, value in asdict(job.architecture).items() if value is not None}
     shape = read_sections(Path(rest[1]))["architecture"]
-    return LaneformerConfig.from_flavor("2b", **{**shape, **given})
+    return LaneformerConfig.from_flavor("2b", **{**shape, **changes})
 
 
 def test_every_shipped_variant_is_a_model_that_the_trainer_builds():
@@ -46,6 +45,7 @@ def test_every_shipped_variant_is_a_model_that_the_trainer_builds():
     baseline = models["delay_0"]
     assert (baseline.broadcast_delay, baseline.num_lanes, baseline.swa_layers) == (0, 8, ())
     assert baseline.parameter_count()["total"] == 984_672, "the published runs' size"
+    # the same again shows how far two runs of one model lie apart
     same = {name for name, model in models.items() if model == baseline}
     assert same == {"delay_0", "delay_0_again"}
     assert len({repr(model) for model in models.values()}) == len(models) - 1
@@ -64,6 +64,7 @@ def test_a_seed_has_batches_and_weights_of_its_own_whatever_the_variant():
     assert names == [f"{name}-{seed}" for seed in (0, 3) for name in options.variants]
     assert all(run.flags[2:6] == shared for run in runs)
     skipped = [read_job(run.flags).resilience.skip_sequences for run in runs]
+    # a seed's data begin behind those of smaller ones: 5 steps of 4 windows each
     assert skipped == [[]] * 3 + [[(0, 3 * 5 * 4)]] * 3
     seeds = [
         run.flags[max(i for i, word in enumerate(run.flags) if word == "--debug.seed") + 1]
@@ -123,13 +124,12 @@ def test_one_command_at_a_time_trains_into_a_folder(tmp_path, monkeypatch):
 def rows_of(losses: dict[str, tuple[float | None, ...]]) -> list[dict[str, object]]:
     return [
         {"variant": variant, "seed": seed, "valid_loss": loss}
-        for variant, own in losses.items()
-        for seed, loss in enumerate(own)
+        for variant, by_seed in losses.items()
+        for seed, loss in enumerate(by_seed)
     ]
 
 
 def cells(markdown: str) -> dict[str, list[str]]:
-    """Return the cells of a table by its first column."""
     lines = [
         [cell.strip() for cell in line.strip("|").split("|")] for line in markdown.splitlines()[2:]
     ]
@@ -169,12 +169,14 @@ def test_the_published_runs_are_what_the_documents_say():
     del table["delay_0"]
     for seeds, loss, difference, half, _ in table.values():
         assert f"| {seeds} | {loss} | {difference} | {half} |" in page
-    nats_a_bit = 1.684 * math.log(2)  # 1.684 bytes a token
+    # at 1.684 bytes a token
+    nats_a_bit = 1.684 * math.log(2)
     nats = sorted((float(difference), float(half)) for _, _, difference, half, _ in table.values())
     measured = [(by, half, by / nats_a_bit) for by, half in nats]
     assert len(measured) == len(stated) == 8
     for one, other in zip(measured, stated, strict=True):
-        assert one == pytest.approx(other, abs=0.00056)  # rounded twice
+        # half of the last digit, rounded twice
+        assert one == pytest.approx(other, abs=0.00056)
 
 
 def test_a_run_that_diverges_has_no_loss_and_one_that_fails_shows_its_log(tmp_path):
@@ -197,7 +199,6 @@ def test_a_run_that_diverges_has_no_loss_and_one_that_fails_shows_its_log(tmp_pa
 
 
 def command(out: Path, lock: Path, *words: str) -> list[str]:
-    """Return the shipped ablation on the tests' data, of six steps."""
     shapes = {
         "training.steps": 6,
         "training.seq_len": 32,
@@ -223,7 +224,7 @@ def command(out: Path, lock: Path, *words: str) -> list[str]:
 def run(
     out: Path, lock: Path, *words: str, then: Callable[[], None] | None = None
 ) -> tuple[int, str]:
-    """Run one command by the fork server; return its exit status and output, its id in OUT.pid."""
+    # by the fork server, which leaves the process id in OUT.pid
     log, pid = (out.with_name(out.name + end) for end in (".log", ".pid"))
     for path in (log, pid):
         path.unlink(missing_ok=True)
@@ -245,10 +246,10 @@ def losses_in(out: Path) -> dict[tuple[str, int], float]:
 
 @pytest.mark.rotate
 def test_an_interrupted_ablation_leaves_no_run_behind_and_goes_on_as_if_it_had_not_been(
-    prepared_data, tmp_path
+    data_folder, tmp_path
 ):
-    # the run has saved: losses are bitwise those of runs in one piece
-    lock, out, whole = prepared_data / "phase1.lock.json", tmp_path / "out", tmp_path / "whole"
+    # an interrupted run saves and goes on from there: losses are bitwise those of runs in one piece
+    lock, out, whole = data_folder / "phase1.lock.json", tmp_path / "out", tmp_path / "whole"
     words = (
         "--variants",
         "delay_0",

@@ -30,7 +30,7 @@ STEPS = (10, 20, 30)
 
 @pytest.fixture(scope="module")
 def run_of_three(tmp_path_factory):
-    """Return a run with the checkpoints of three models, and optimizer state beside the weights."""
+    # with optimizer state beside the weights
     run = tmp_path_factory.mktemp("runs") / "trained"
     for seed, step in enumerate(STEPS):
         one = run.with_name(f"one-{step}")
@@ -80,7 +80,7 @@ def test_it_is_the_mean_in_float64(run_of_three, tmp_path, weights):
     assert all(torch.equal(averaged[name], expected[name]) for name in expected)
     assert averaged.keys() == expected.keys()
     states = [load_weights(path, small_config()) for path in checkpoints(run_of_three)]
-    # in float32, the mean of three would be another number
+    # a mean in float32 would pass a comparison with a tolerance
     in_float32 = {
         name: (states[0][name] + states[1][name] + states[2][name]) / 3 for name in expected
     }
@@ -134,8 +134,8 @@ def test_what_is_refused(run_of_three, tmp_path):
         ("is .*, but .*model.json says", (one, narrow), {"force": True}),
         ("holds .* bytes, but .metadata states", checkpoints(damaged), {}),
     ]
-    for said, paths, options in cases:
-        with pytest.raises(ValueError, match=said):
+    for message, paths, options in cases:
+        with pytest.raises(ValueError, match=message):
             average(paths, out, **options)
     assert not out.exists()
     average((one, other), out, force=True)
@@ -154,7 +154,8 @@ def test_a_run_is_whole_behind_links_and_what_it_lacks_is_named(run_of_three, tm
     average((run,), tmp_path / "linked", last=2)
     assert capsys.readouterr().err == ""
     for path in (tmp_path / "plain").iterdir():
-        if path.is_file() and path.name != "lineage.json":  # which names the run
+        # lineage.json names the run
+        if path.is_file() and path.name != "lineage.json":
             assert (tmp_path / "linked" / path.name).read_bytes() == path.read_bytes()
     lineages = [
         json.loads((tmp_path / name / "lineage.json").read_text()) for name in ("plain", "linked")
@@ -172,6 +173,7 @@ def test_a_run_is_whole_behind_links_and_what_it_lacks_is_named(run_of_three, tm
 
 @pytest.mark.job
 def test_interrupted_it_leaves_nothing(run_of_three, tmp_path):
+    # waits after the first tensor, in the middle of the write
     program = (
         "import runpy, signal, sys; import torch.distributed.checkpoint as dcp; load = dcp.load;"
         "dcp.load = lambda *a, **k: (load(*a, **k), print('loaded', flush=True), signal.pause());"

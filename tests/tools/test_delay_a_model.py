@@ -49,7 +49,7 @@ def read_shipped(name: str) -> dict[str, Any]:
 def recipe(tmp_path_factory):
     folder, words = tmp_path_factory.mktemp("text"), WORDS.split()
     documents = [" ".join(words[5 * i % len(words)] for i in range(n, n + 40)) for n in range(200)]
-    text = write_lines(folder / "text.jsonl", ({"text": each} for each in documents))
+    text = write_lines(folder / "text.jsonl", ({"text": document} for document in documents))
     source = {"category": "web", "inputs": [{"kind": "jsonl", "paths": [str(text)]}]}
     values = {"tokenizer": "unused", "valid_per_10000": 2000, "epoch_cap": 100}
     path = folder / "recipe.toml"
@@ -58,7 +58,7 @@ def recipe(tmp_path_factory):
 
 
 def write_config(tmp_path: Path, name: str, recipe: Path, steps: int, **late: Any) -> Path:
-    """Write the shipped config with a small schedule and other text."""
+    # the shipped one with a small schedule and other text
     tables = read_shipped(name)
     tables["late"] |= {"recipe": str(recipe), "anneal_steps": 1, **late}
     tables["training"] |= {
@@ -86,12 +86,12 @@ def test_shipped_configs_say_what_can_be_trained(name):
 
 
 def divergence(model: Any, ids: torch.Tensor, late: Late, shares: list[float]) -> float:
-    """Return the mean KL divergence to the dense model at these late shares, by its definition."""
+    # to the dense model, by its definition, in float64
     dense, student = (
-        logits_of(model, run_late(model, ids, each, late.delay), late.flush)
+        logits_of(model, run_late(model, ids, layer_shares, late.delay), late.flush)
         .double()
         .log_softmax(-1)
-        for each in ([0.0] * len(shares), shares)
+        for layer_shares in ([0.0] * len(shares), shares)
     )
     return (dense.exp() * (dense - student)).sum(-1).mean().item()
 
@@ -130,6 +130,7 @@ def test_a_shipped_config_makes_a_model_late(name, recipe, tmp_path, monkeypatch
         for key in weights
         if key[:6] == "layers" and int(key.split(".")[1]) >= late.first_late_layer
     }
+    # everything below the first late layer is shared with the teacher
     assert moved == ({key for key in upper if "norm" in key} if late.lora_rank else upper)
     assert (out / "adapter").exists() == bool(late.lora_rank)
     with Engine.from_pretrained(out / "hf") as engine:
@@ -142,7 +143,7 @@ def test_a_shipped_config_makes_a_model_late(name, recipe, tmp_path, monkeypatch
 
 
 def train_warm(tmp_path: Path, flags: Sequence[str]) -> None:
-    """Train as `recovery.train` does, by the fork server."""
+    # as `recovery.train` does, but by the fork server
     status, output = run_forked(tmp_path, "train.supervise", "--nproc-per-node", "1", *flags)
     assert status == 0, output[-3000:]
 
@@ -170,7 +171,8 @@ def test_the_command_is_interrupted_and_goes_on(recipe, tmp_path):
     assert outcome.returncode == 0, outcome.stderr[-3000:]
     assert json.loads(outcome.stdout.splitlines()[-1])["out"] == str(out / "hf")
     assert [row["step"] for row in read_lines(rows)] == list(range(1, 301))
-    losses = [row["loss"] for row in read_lines(rows)]  # all layers are late from step 2 on
+    # all layers are late from step 2 on
+    losses = [row["loss"] for row in read_lines(rows)]
     assert sum(losses[-10:]) < 0.5 * sum(losses[2:12]), "distillation takes most of the damage back"
 
 
@@ -188,6 +190,7 @@ def test_the_shipped_adapter_makes_smollm2_late(tmp_path):
     for share in (0.0, 1.0):
         streams = run_late(model, ids[None], [0.0] * 20 + [share] * 10, 1)
         logits.append(logits_of(model, streams, flush=True)[0])
-    recovered, dense, untrained = (cross_entropy(each[:-1], ids[1:]).item() for each in logits)
+    recovered, dense, untrained = (cross_entropy(scores[:-1], ids[1:]).item() for scores in logits)
+    # the adapter takes back at least half of what the delay costs
     assert untrained > dense + 0.2
     assert recovered < dense + 0.5 * (untrained - dense)

@@ -41,7 +41,6 @@ LORA = Late(lanes=LANES, lora_rank=4)
 
 
 def write_llama(folder: Path, **sizes: int) -> Path:
-    """Write a tiny Llama with a tokenizer."""
     write_folder(Case("Llama", SIZES | sizes), folder)
     save(byte_level([WORDS], ("<s>", "</s>"), 290), folder, bos_token="<s>", eos_token="</s>")
     return folder
@@ -65,7 +64,6 @@ def ids():
 def run_late(
     model: Laneformer, ids: Tensor, late: list[float], delay: int
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the late streams of all lanes' own embeddings."""
     positions = torch.arange(ids.shape[1])
     layers: Any = model.layers
     for layer, share in zip(layers, late, strict=True):
@@ -99,9 +97,11 @@ def test_the_cut_loses_nothing(folder, model, ids):
     dense = cut(folder, 1)[0].double()
     assert model.config.num_lanes == LANES
     assert not model.config.tie_word_embeddings
-    assert distance(model(ids), dense(ids)) < 1e-13  # float64, sums in another order
+    # float64, sums in another order
+    assert distance(model(ids), dense(ids)) < 1e-13
     theirs = reference(folder)(ids).logits.detach().numpy()
-    assert relative_error(cut(folder, LANES)[0](ids).numpy(), theirs) < 1e-5  # float32
+    # float32
+    assert relative_error(cut(folder, LANES)[0](ids).numpy(), theirs) < 1e-5
 
 
 def test_what_cannot_be_cut_or_trained_is_refused(folder, tmp_path):
@@ -124,7 +124,7 @@ def test_ends_of_the_share(model, ids, delay):
     # all late from layer `delay` on is a Laneformer with that delay; none late is delay 0; half
     # late is neither
     dense, published = (
-        Laneformer(replace(model.config, broadcast_delay=each)).double() for each in (0, delay)
+        Laneformer(replace(model.config, broadcast_delay=layers)).double() for layers in (0, delay)
     )
     for plain in (dense, published):
         plain.load_state_dict(model.state_dict())
@@ -133,7 +133,8 @@ def test_ends_of_the_share(model, ids, delay):
     for flush in (False, True):
         assert torch.equal(late_logits(model, ids, late_from(DEPTH), delay, flush), dense(ids))
         logits = logits_of(model, run_late(model, ids, late, delay), flush)
-        assert distance(logits, late_logits(model, ids, late, delay, flush)) < 1e-6  # float32
+        # float32
+        assert distance(logits, late_logits(model, ids, late, delay, flush)) < 1e-6
     half = late_logits(model, ids, [share / 2 for share in late], delay)
     assert min(distance(half, plain(ids)) for plain in (dense, published)) > 1e-3
 
@@ -166,7 +167,8 @@ def test_every_output_is_counted_once(delay):
         arrived = 1.0 if layer + delay < depth else 1.0 - share
         for lane in range(LANES):
             expected = torch.full((2, LANES), arrived, dtype=torch.float64)
-            expected[:, lane] = 1.0  # its own at once
+            # a lane adds its own output at once
+            expected[:, lane] = 1.0
             assert torch.equal(h[0, 0, lane].view(depth, 2, LANES)[layer], expected)
 
 
@@ -192,7 +194,8 @@ def test_the_folder_is_the_late_model(folder, tmp_path, late, ids):
         out, trust_remote_code=True, dtype=torch.float32
     ).eval()
     with torch.no_grad(), Engine.from_pretrained(out, dtype="fp32", threads=2) as engine:
-        assert relative_error(theirs(ids).logits.numpy(), expected) < 1e-5  # float32
+        # float32
+        assert relative_error(theirs(ids).logits.numpy(), expected) < 1e-5
         for row, logits in zip(ids.tolist(), expected, strict=True):
             assert relative_error(engine.logits(row), logits) < 1e-5
         assert engine.eos_ids == checkpoint.eos_ids
@@ -205,7 +208,7 @@ def test_the_folder_is_the_late_model(folder, tmp_path, late, ids):
 
 @pytest.fixture(scope="module")
 def random_adapter(folder):
-    """Return an adapter that changes something."""
+    # a new one changes nothing, since B is zero
     first = adapter.first_adapter(cut(folder, LANES)[0].config, LORA)
     assert all(w.any() == name.endswith(".a") for name, w in first.items()), (
         "it begins as the dense model"
@@ -220,7 +223,7 @@ def test_applied_is_merged(model, random_adapter, ids):
     weights = adapter.merge(dense, random_adapter)
     matrices = {f"layers.{i}.{name}.weight" for i in range(1, DEPTH) for name in adapter.MATRICES}
     assert {name for name in dense if not torch.equal(dense[name], weights[name])} == matrices
-    other, before = (late_model(model.config, each).double() for each in (weights, dense))
+    other, before = (late_model(model.config, state).double() for state in (weights, dense))
     changes = adapter.adapt(model, LORA).double()
     assert {f"{adapter.PREFIX}{name}" for name in changes.state_dict()} == random_adapter.keys()
     changes.load_state_dict(
@@ -228,9 +231,8 @@ def test_applied_is_merged(model, random_adapter, ids):
     )
     for late in (late_from(DEPTH), late_from(1)):
         applied = late_logits(model, ids, late)
-        assert (
-            distance(applied, late_logits(other, ids, late)) < 1e-5
-        )  # products of A and B in float32
+        # products of A and B are in float32
+        assert distance(applied, late_logits(other, ids, late)) < 1e-5
         assert distance(applied, late_logits(before, ids, late)) > 1e-2
 
 
@@ -247,7 +249,8 @@ def test_a_saved_adapter_gives_the_folder(folder, random_adapter, tmp_path):
     apply(saved, folder, tmp_path / "hf")
     stored = load_file(tmp_path / "hf" / "model.safetensors")
     expected = adapter.merge(model.state_dict(), changes)
-    del expected["lm_head.weight"]  # tied
+    # tied to the embedding, so not stored
+    del expected["lm_head.weight"]
     assert stored.keys() == {hf_name(name) for name in expected}
     assert all(
         torch.equal(stored[hf_name(name)], weight.bfloat16()) for name, weight in expected.items()
@@ -257,6 +260,7 @@ def test_a_saved_adapter_gives_the_folder(folder, random_adapter, tmp_path):
     with pytest.raises(ValueError, match=f"model_sha256 is .*; the model is {folder.name}"):
         apply(saved, other, tmp_path / "hf")
     data = bytearray((saved / adapter.ADAPTER).read_bytes())
+    # one bit of the last weight
     data[-1] ^= 1
     (saved / adapter.ADAPTER).write_bytes(data)
     with pytest.raises(ValueError, match="adapter_sha256 is"):

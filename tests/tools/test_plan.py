@@ -70,7 +70,7 @@ print(json.dumps(results))
 
 @pytest.fixture(scope="module")
 def outputs():
-    """Exit code and output of every command."""
+    # exit code and output by command
     command = [sys.executable, "-c", RUN, json.dumps(COMMANDS | REFUSED)]
     outcome = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
     assert outcome.returncode == 0, outcome.stderr[-3000:]
@@ -87,13 +87,13 @@ def plans(outputs):
 def test_published_sums(plans):
     one, two = plans["nemotron"]["phases"]
     assert one["parameters"]["total"] == two["parameters"]["total"] == PARAMETERS
-    assert one["compute"]["tokens"] == 620_000 * 1536 * 4096 == 3_900_702_720_000  # "about 4T"
-    assert two["compute"]["tokens"] == 310_000 * 1536 * 4096 == 1_950_351_360_000  # "about 2T"
-    assert round(one["compute"]["mfu_percent"]) == 25  # of an H100, as the authors say
+    # "about 4T", "about 2T", and 25 % of an H100: as the authors say
+    assert one["compute"]["tokens"] == 620_000 * 1536 * 4096 == 3_900_702_720_000
+    assert two["compute"]["tokens"] == 310_000 * 1536 * 4096 == 1_950_351_360_000
+    assert round(one["compute"]["mfu_percent"]) == 25
     total = plans["nemotron"]["total"]
-    assert total["days"] == pytest.approx(
-        5_851_054_080_000 / (192 * 17_000) / 86_400, rel=1e-12
-    )  # "about 21"
+    # "about 21"
+    assert total["days"] == pytest.approx(5_851_054_080_000 / (192 * 17_000) / 86_400, rel=1e-12)
     assert total["cost"] == pytest.approx(2.5 * total["gpu_hours"], rel=1e-12)
     for phase in (one, two):
         assert phase["gpu"]["verdict"] == "fits"
@@ -129,10 +129,10 @@ def test_long_windows_fit_an_h200_or_80_gb_with_one_lane_a_gpu(plans):
         in page
     )
     stream = 65_536 * 3_072 * sums.BF16
-    assert (
-        traffic["lanes_of_a_layer_bytes"] == 4 * stream * 2 * 7 / 8
-    )  # two modules, both ways, in a ring
-    exchanged = 2 * 13  # of 15 layers: PRESENT 0 and 1, and 2 to 12, whose outputs still arrive
+    # two modules, both ways, in a ring
+    assert traffic["lanes_of_a_layer_bytes"] == 4 * stream * 2 * 7 / 8
+    # of 15 layers: PRESENT 0 and 1, and 2 to 12, whose outputs still arrive
+    exchanged = 2 * 13
     embedding = 2 * 7 / 8 * sums.BF16 * (32_000 + 31) * 3_072
     assert traffic["lanes_bytes"] == pytest.approx(
         8 * (exchanged * 2 * stream * 2 * 7 / 8 + embedding)
@@ -145,8 +145,8 @@ def test_recipes_keep_what_their_runs_read_and_a_margin(outputs, plans, name):
     # the shipped `keep` fits the shipped jobs, and makes no source repeat more often
     parts, total = (plans[name]["preparation"][key] for key in ("parts", "total"))
     shipped = {
-        each.name: each.keep
-        for each in recipe_file.load(ROOT / f"data_mixtures/{name}.toml").sources
+        source.name: source.keep
+        for source in recipe_file.load(ROOT / f"data_mixtures/{name}.toml").sources
     }
     unknown = [s["name"] for s in plans[name]["phases"][0]["data"] if s["epochs_so_far"] is None]
     assert len(unknown) == (9 if name == "nemotron-64k" else 0), (
@@ -172,7 +172,8 @@ def test_recipes_keep_what_their_runs_read_and_a_margin(outputs, plans, name):
 
 @pytest.mark.rotate
 def test_the_dry_run_takes_a_step_of_192_ranks_and_what_does_not_fit_is_refused(outputs, plans):
-    first_of_a_thousand = pytest.approx(2e-4 / 1000)  # steps of warm-up
+    # of a thousand steps of warm-up
+    first_of_a_thousand = pytest.approx(2e-4 / 1000)
     step = {"world_size": 192, "step": 1, "lr": first_of_a_thousand}
     assert plans["dry run"]["phases"][0]["dry_run"] == step
     for sentence in REFUSED:
@@ -202,7 +203,8 @@ def test_files_are_limited_where_a_listing_knows_them_and_much_is_left(tmp_path)
         "nearly all, and a small source"
     )
     assert part(0.0)["keep"] > 0, "a source of the other phase"
-    for listed in (358, 0):  # a fifth of the bytes, or of as many files of the usual size
+    # a fifth of the bytes, or of as many files of the usual size
+    for listed in (358, 0):
         again = part(0.1, files=358 if listed else 224, listed=listed)
         assert again["keep"] == pytest.approx(0.5, abs=0.011), "of the files that the recipe takes"
     assert preparation.toml([few | {"keep": 0.5}]) == "[keep]\ns = 0.5\n\n[files]\ns = 110\n"
@@ -231,6 +233,7 @@ def test_memory_parts():
     assert full["working_set"] > one_layer / 2, "the layer that is computed again is there whole"
     assert full["total"] < memory["total"] <= none["total"]
     assert float8["kept_activations"] < memory["kept_activations"]
+    # 92 % of 80 GB
     batch = sums.largest_local_batch(JOB, CLUSTER.gpu)
     fits = [
         sums.memory(replace(JOB, local_batch=n))["total"] <= 73.6e9 for n in (batch, 2 * batch, 8)
@@ -250,7 +253,8 @@ def test_traffic_and_checkpoints_by_hand():
     assert (
         hybrid["nic_bytes"] == hybrid["all_reduce_bytes"] == pytest.approx(p / 8 * 4 * 2 * 23 / 24)
     )
-    assert hybrid["nic_s"] == pytest.approx(0.0445, abs=1e-4)  # at 50 GB/s
+    # at 50 GB/s
+    assert hybrid["nic_s"] == pytest.approx(0.0445, abs=1e-4)
     assert flat["nic_bytes"] == pytest.approx(((2 * p - head) * 2 + p * 4) * 184 / 192 / 8), (
         "eight NICs a node"
     )
@@ -258,17 +262,20 @@ def test_traffic_and_checkpoints_by_hand():
     assert small["all_reduce_bytes"] == hybrid["all_reduce_bytes"], "once a step"
     saved = sums.checkpoints(JOB, CLUSTER)
     assert (saved["bytes"], saved["written"], saved["bytes_kept"]) == (12 * p, 1240, 6 * 12 * p)
-    for changes, kept in (
+    for changes, stored in (
         ({"keep_every": 10_000}, 5 + 62),
         ({"keep_latest": 0}, 1240),
         ({"keep_latest": 0, "keep_every": 10_000}, 1240),
         ({"keep_latest": 5000}, 1240),
-        ({"keep_every": 500}, 1240),  # every one is a milestone
-        ({"keep_every": 750}, 5 + 413),  # multiples of 1,500, as others are not saved
-        ({"checkpoint_interval": 0}, 0),  # checkpoint.enable = false
+        # every one is a milestone
+        ({"keep_every": 500}, 1240),
+        # multiples of 1,500, as others are not saved
+        ({"keep_every": 750}, 5 + 413),
+        # checkpoint.enable = false
+        ({"checkpoint_interval": 0}, 0),
     ):
         kept_bytes = sums.checkpoints(replace(JOB, **changes), CLUSTER)["bytes_kept"]
-        assert kept_bytes == kept * 12 * p, changes
+        assert kept_bytes == stored * 12 * p, changes
     lanes = replace(JOB, shard=1, replicate=24, lane_ranks=8)
     assert sums.traffic(lanes, replace(CLUSTER, gpus_per_node=4))["all_gather_bytes"] == 0
     step_s = 6_291_456 / (192 * 17_000)

@@ -38,7 +38,7 @@ def test_a_delay_hides_a_link_as_slow_as_that_many_layers_and_then_pays_now_and_
         quiet
     )
     excess_s = 7e-6
-    # a wait helps the 2 * delay joins after it
+    # a wait helps the 2 * delay joins after it, which do not wait again
     waits = (2 * LAYERS - 2 * delay - 1) // (2 * delay + 1) + 1
     slow = clock(delay * LAYER_S + excess_s, broadcast_delay=delay, use_early_comm=False)
     assert slow == pytest.approx(quiet + waits * excess_s)

@@ -1,4 +1,4 @@
-"""Faults that break a job from the inside, on schedule; tests load it by `experimental.custom_import`.
+"""Break a job from the inside, on schedule; tests load this by `experimental.custom_import`.
 
 LANEFORMER_FAULTS names a JSON file: a list of {"kind", "step", "rank"}. Each happens once in the
 life of a run, however often the job starts, as the first to do it leaves a mark beside the plan.
@@ -32,17 +32,21 @@ from train.supervise.signals import WORKER
 from train.trainer import LaneformerTrainer
 
 PLAN = Path(os.environ["LANEFORMER_FAULTS"])
-RANK = int(os.environ.get("RANK", "0"))  # the supervisor's check of the settings has none
+# the supervisor's check of the settings has none
+RANK = int(os.environ.get("RANK", "0"))
 FULL_DISK_STEPS = 3
-limited_until: int | None = None  # step
-marks: list[str] = []  # what this rank told its heartbeat
+# step until which files may not grow
+limited_until: int | None = None
+# what this rank told its heartbeat
+marks: list[str] = []
 enter, close = Heartbeat.enter, Heartbeat.close
 train_step, finish = LaneformerTrainer.train_step, HashingWriter.finish
 clip_grad_norm_ = dist_utils.clip_grad_norm_
-failed_saves.RETRY_S = 0.0  # at every step
+# a full disk is tried at every step
+failed_saves.RETRY_S = 0.0
 
 
-def due(step: int, of_save: bool = False) -> str | None:
+def find_due_fault(step: int, of_save: bool = False) -> str | None:
     """Return the fault that this rank commits now, in a step or its save, and mark it done."""
     for index, fault in enumerate(read_json(PLAN)):
         if (
@@ -72,7 +76,7 @@ def fill(path: Path) -> None:
 
 
 def kill_all() -> None:
-    """SIGKILL to both workers at once, this one last."""
+    # both workers at once, this one last
     beats = [read_json(p) for p in (run_folder() / "heartbeats").glob("rank-*.json")]
     for beat in sorted(beats, key=lambda beat: beat["pid"] == os.getpid()):
         os.kill(beat["pid"], signal.SIGKILL)
@@ -82,9 +86,8 @@ def run_folder() -> Path:
     return PLAN.parent / "run"
 
 
-def broken_step(self: LaneformerTrainer, data_iterator: Any) -> None:
-    """Run a step with its fault between the backward pass and the clipping of the gradients."""
-
+def break_step(self: LaneformerTrainer, data_iterator: Any) -> None:
+    # the fault comes between the backward pass and the clipping of the gradients
     def clip(*arguments: Any, **options: Any) -> torch.Tensor:
         commit(self)
         return clip_grad_norm_(*arguments, **options)
@@ -101,16 +104,18 @@ def commit(self: LaneformerTrainer) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     saving = self.checkpointer.save_future
     if saving is not None and any(fault["step"] == self.step for fault in read_json(PLAN)):
-        wait([saving])  # what kills in that save comes first, else this fault is lost with it
-    kind = due(self.step)
+        # what kills in that save comes first, else this fault is lost with it
+        wait([saving])
+    kind = find_due_fault(self.step)
     if kind in ("kill", "stop"):
         os.kill(os.getpid(), signal.SIGKILL if kind == "kill" else signal.SIGSTOP)
     elif kind in ("usr1", "sigterm_step"):
-        if kind == "sigterm_step":  # as Slurm signals all processes of a step
+        # as Slurm signals all processes of a step
+        if kind == "sigterm_step":
             for process in psutil.Process().children(recursive=True):
                 process.terminate()
         os.kill(os.getpid(), signal.SIGUSR1)
-        while WORKER.asked is None:
+        while WORKER.request is None:
             time.sleep(0.01)
     elif kind == "kill_writer":  # as the kernel does when memory runs out
         wait([self.checkpointer.save_future])
@@ -118,7 +123,8 @@ def commit(self: LaneformerTrainer) -> None:
     elif kind == "nan":
         next(self.model_parts[0].parameters()).grad.mul_(float("nan"))
     elif kind == "truncate":  # as a file system does that lost its last pages in a power cut
-        self.checkpointer.finish()  # on one rank alone this would never return: the plan names no rank
+        # on one rank alone this would never return: the plan names no rank
+        self.checkpointer.finish()
         torch.distributed.barrier()
         if RANK == 0:
             newest = next(iter(step_folders(Path(self.checkpointer.folder)).values()))
@@ -137,14 +143,14 @@ def commit(self: LaneformerTrainer) -> None:
         (run_folder() / "ballast").unlink(missing_ok=True)
     elif kind == "sigterm_supervisor":
         os.kill(int((run_folder().parent / "supervisor.pid").read_text()), signal.SIGTERM)
-        while not (run_folder() / "stop").exists():  # steps are faster than the supervisor's eyes
+        # steps are faster than the supervisor's looks
+        while not (run_folder() / "stop").exists():
             time.sleep(0.05)
 
 
-def broken_finish(self: HashingWriter, metadata: Any, results: Any) -> None:
-    """Finish a save with its fault before or after .metadata."""
+def break_finish(self: HashingWriter, metadata: Any, results: Any) -> None:
     # rank 0 writes .metadata here, when all data files are written
-    kind = due(int(self.path.name.removeprefix("step-")), of_save=True)
+    kind = find_due_fault(int(self.path.name.removeprefix("step-")), of_save=True)
     if kind == "kill_all_before_metadata":
         kill_all()
     finish(self, metadata, results)
@@ -163,5 +169,5 @@ def note_close(self: Heartbeat) -> None:
 
 
 Heartbeat.enter, Heartbeat.close = note_enter, note_close
-LaneformerTrainer.train_step = broken_step
-HashingWriter.finish = broken_finish
+LaneformerTrainer.train_step = break_step
+HashingWriter.finish = break_finish

@@ -1,4 +1,4 @@
-"""A process that has imported TorchTitan once and forks to run `python -m train`.
+"""Import TorchTitan once in a process that forks to run `python -m train`.
 
     python -m tests.train.fork_server
 
@@ -38,9 +38,12 @@ from typing import Any, NoReturn
 
 from train.supervise.workers import hold_port
 
-ENVIRONMENT = dict(os.environ)  # without what imports add to it
-OPEN_FILES = resource.getrlimit(resource.RLIMIT_NOFILE)  # `python -m train` raises it
-GRACE_S = 5.0  # for the other ranks, to say what they saw of a failure
+# without what imports add to it
+ENVIRONMENT = dict(os.environ)
+# `python -m train` raises it
+OPEN_FILES = resource.getrlimit(resource.RLIMIT_NOFILE)
+# for the other ranks, to say what they saw of a failure
+GRACE_S = 5.0
 TIMEOUT_S = 1100.0
 WARM = (
     "train",
@@ -63,7 +66,8 @@ class Popen(subprocess.Popen):
             become = functools.partial(
                 become_program, program, environment, options.get("pass_fds", ())
             )
-            options["preexec_fn"] = become  # never returns, so nothing is executed
+            # never returns, so nothing is executed
+            options["preexec_fn"] = become
         super().__init__(args, **options)
 
 
@@ -81,16 +85,15 @@ def become_program(
     """Run a module as `python -m` does, in a new process, and end."""
     status = 1
     try:
-        gc.enable()  # subprocess turns it off around a fork
+        # subprocess turns it off around a fork
+        gc.enable()
         signal.set_wakeup_fd(-1)
         for number in signal.valid_signals():
             if callable(signal.getsignal(number)):
                 signal.signal(number, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        for number in (
-            signal.SIGPIPE,
-            signal.SIGXFSZ,
-        ):  # subprocess resets them, a new interpreter ignores them
+        # subprocess resets them, a new interpreter ignores them
+        for number in (signal.SIGPIPE, signal.SIGXFSZ):
             signal.signal(number, signal.SIG_IGN)
         # all but what is passed on; whoever started this learns by it that all went well
         for before, behind in itertools.pairwise((2, *sorted(passed), os.sysconf("SC_OPEN_MAX"))):
@@ -111,7 +114,8 @@ def become_program(
         titan.time = types.SimpleNamespace(**{**vars(time), "sleep": lambda s: None})
         for name in (program[0], f"{program[0]}.__main__"):
             if not hasattr(sys.modules.get(name), "__path__"):
-                sys.modules.pop(name, None)  # what runs is a module of its own, as with `python -m`
+                # what runs is a module of its own, as with `python -m`
+                sys.modules.pop(name, None)
         runpy.run_module(program[0], run_name="__main__", alter_sys=True)
         status = 0
     except SystemExit as end:
@@ -127,7 +131,7 @@ def become_program(
 
 
 def run(job: dict[str, Any]) -> int | list[int]:
-    """Exit statuses, negative for a signal."""
+    """Return exit statuses, negative for a signal."""
     with open(job["log"], "ab") as log:
         if "ranks" not in job:
             environment = {**ENVIRONMENT, **job["environment"]}
@@ -144,14 +148,14 @@ def wait_for_end(process: subprocess.Popen, log: str) -> int:
     try:
         return process.wait(TIMEOUT_S)
     except subprocess.TimeoutExpired:
-        process.send_signal(signal.SIGABRT)  # faulthandler prints all stacks
+        # faulthandler prints all stacks
+        process.send_signal(signal.SIGABRT)
         with open(log, "a") as file:
             file.write(f"{process.args}: did not end within {TIMEOUT_S} s\n")
         return process.wait(30)
 
 
 def run_ranks(job: dict[str, Any], log: Any) -> list[int]:
-    """Run all ranks at once and return their exit statuses."""
     size, running = job["ranks"], list[subprocess.Popen]()
     command = [sys.executable, "-m", "train", *job["command"]]
     with hold_port() as holder:
@@ -171,7 +175,8 @@ def run_ranks(job: dict[str, Any], log: Any) -> list[int]:
                 Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
             )
         last_s, failed = time.monotonic() + job["limit_s"], False
-        while None in [process.poll() for process in running]:  # all are asked, each time
+        # a list, not any(): every process is polled each time
+        while None in [process.poll() for process in running]:
             # the others have GRACE_S to report what they saw of the failure
             if not failed and (failed := any(process.returncode for process in running)):
                 last_s = min(last_s, time.monotonic() + GRACE_S)
@@ -182,7 +187,7 @@ def run_ranks(job: dict[str, Any], log: Any) -> list[int]:
 
 
 def end_all(running: list[subprocess.Popen], with_stacks: bool) -> None:
-    """Kill; `with_stacks`, after each has printed its stacks to the log by faulthandler."""
+    """Kill all; `with_stacks`, after each has printed its stacks to the log."""
     for process in running if with_stacks else ():
         process.send_signal(signal.SIGABRT)
     with contextlib.suppress(subprocess.TimeoutExpired):
@@ -192,10 +197,12 @@ def end_all(running: list[subprocess.Popen], with_stacks: bool) -> None:
         process.kill()
 
 
-subprocess.Popen = Popen  # before torch's agent takes it by name
+# before torch's agent takes it by name
+subprocess.Popen = Popen
 
 for name in (
-    "train.__main__",  # patches torch for CPUs before TorchTitan is imported
+    # patches torch for CPUs before TorchTitan is imported
+    "train.__main__",
     "torch.distributed.run",
     "torchtitan.train",
     "train.spec",

@@ -1,10 +1,6 @@
-"""The run behind the golden losses, and the command that renews them:
+"""Train the run behind the golden losses, and renew them:
 
-    python -m tests.train.golden_run    (from the checkout; writes tests/train/golden/DEVICE.json)
-
-The losses of 20 steps of the real trainer depend on the model, initialisation, data order,
-optimizer, schedule and loss. Other machines agree only to rounding, as other vector widths and
-libraries sum in another order and each step builds on the one before.
+python -m tests.train.golden_run    (from the checkout; writes tests/train/golden/DEVICE.json)
 """
 
 from __future__ import annotations
@@ -20,7 +16,8 @@ from tests.train.runs import ROOT, SEQ_LEN, SMALL, fork_server, metrics, run_job
 from tools.synthetic import write_synthetic_lock
 
 STEPS, GLOBAL_BATCH = 20, 8
-PLANTED = ("--optimizer.lr", "3.003e-3")  # one part in a thousand off, which the test must see
+# one part in a thousand off, which the test must see
+PLANTED = ("--optimizer.lr", "3.003e-3")
 NARROW_VECTORS = {
     "ATEN_CPU_CAPABILITY": "default",
     "MKL_ENABLE_INSTRUCTIONS": "SSE4_2",
@@ -61,14 +58,16 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         losses = golden_losses(folder / "one")
-        # rounding is measured: two ranks, a compiled loss and layers, and the narrowest vector
-        # instructions that PyTorch and MKL have
+        # Other machines agree only to rounding, as other vector widths and libraries sum in another
+        # order and each step builds on the one before. It is measured: two ranks, a compiled loss and
+        # layers, and the narrowest vector instructions that PyTorch and MKL have
         others = [
             golden_losses(folder / "two", ranks=2),
             golden_losses(folder / "compiled", "--compile.enable"),
         ]
         os.environ.update(NARROW_VECTORS)
-        fork_server.cache_clear()  # a server that starts anew reads them
+        # a server that starts anew reads them
+        fork_server.cache_clear()
         others.append(golden_losses(folder / "narrow"))
     spread = [max(at) - min(at) for at in zip(losses, *others, strict=True)]
     rounding = [max(spread[: step + 1]) for step in range(STEPS)]

@@ -1,4 +1,4 @@
-"""The run whose log the tests of metrics and validation compare with a plain model."""
+"""Train the run whose log the tests of metrics and validation compare with a plain model."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def checkpoint_model(run: Path, step: int) -> Laneformer:
 
 @torch.no_grad()
 def plain_loss(model: Laneformer, tokens: np.ndarray) -> float:
-    """Mean loss of windows (n, S + 1) in nats per token: one process, float32 model, loss in float64."""
+    """Return the mean loss of windows (n, S + 1) in nats per token, of a float32 model."""
     batch = torch.from_numpy(tokens.astype(np.int64))
     logits = model(batch[:, :-1]).double()
     return torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten()).item()

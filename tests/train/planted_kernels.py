@@ -1,4 +1,4 @@
-"""A GPU's choice of kernels on a CPU, wrong on rank 1; loaded by `experimental.custom_import`."""
+"""Make a GPU's choice of kernels on a CPU, wrong on rank 1; loaded by `experimental.custom_import`."""
 
 from __future__ import annotations
 

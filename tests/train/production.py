@@ -1,4 +1,4 @@
-"""The shipped 2B job files with only shapes, lengths and places changed, for production tests."""
+"""Run the shipped 2B job files with only shapes, lengths and places changed."""
 
 from __future__ import annotations
 
@@ -17,17 +17,21 @@ from records.job import job_flags
 from tests.train.runs import ROOT, limit_open_files, metrics, run_forked
 
 STEPS, EVERY = 2, 1
-SHAPES = {  # widths and lengths; layers, lanes, window pattern and delay stay those of the 2B flavor
+# widths and lengths; layers, lanes, window pattern and delay stay those of the 2B flavor
+SHAPES = {
     "architecture.hidden_size": 32,
     "architecture.intermediate_size": 64,
     "architecture.num_attention_heads": 8,
     "architecture.num_key_value_heads": 8,
     "architecture.sliding_window": 8,
-    "architecture.max_position_embeddings": 512,  # as long as the windows of conversations
-    "architecture.vocab_size": 512,  # the pieces of the test's tokenizer
+    # as long as the windows of conversations
+    "architecture.max_position_embeddings": 512,
+    # the pieces of the test's tokenizer
+    "architecture.vocab_size": 512,
     "training.seq_len": 32,
     "training.local_batch_size": 2,
-    "training.global_batch_size": 8,  # two micro-batches on each rank, as in the 2B run
+    # two micro-batches on each rank, as in the 2B run
+    "training.global_batch_size": 8,
     "training.steps": STEPS,
     "lr_scheduler.warmup_steps": 1,
     "validation.freq": EVERY,
@@ -37,11 +41,15 @@ SHAPES = {  # widths and lengths; layers, lanes, window pattern and delay stay t
     "metrics.log_freq": 1,
 }
 PLACES = ("job.dump_folder", "mixture.lock", "checkpoint.initial_load_path")
-DEVIATIONS = {  # everything else that a machine with two CPU ranks forces
-    "parallelism.data_parallel_replicate_degree": 1,  # 24 x 8 GPUs
+# everything else that a machine with two CPU ranks forces
+DEVIATIONS = {
+    # in place of 24 x 8 GPUs
+    "parallelism.data_parallel_replicate_degree": 1,
     "parallelism.data_parallel_shard_degree": 2,
-    "compile.backend": "eager",  # traces, guards and recompiles as inductor does, without generating code
-    "experimental.custom_import": "tests.train.production_facts",  # train.spec, and what it saw of the model
+    # traces, guards and recompiles as inductor does, without generating code
+    "compile.backend": "eager",
+    # train.spec, and what it saw of the model
+    "experimental.custom_import": "tests.train.production_facts",
 }
 # four ranks: two replicas of two shards, as the 2B run has 24 of 8
 HYBRID = {"parallelism.data_parallel_replicate_degree": 2, "training.global_batch_size": 16}
@@ -56,10 +64,7 @@ def train(
     warm: bool = True,
     **env: str,
 ) -> Path:
-    """Run configs/`config`.toml with the settings above and `changes`; return the run folder.
-
-    warm: the fork server starts its processes; otherwise all is really started.
-    """
+    """Run configs/`config`.toml with the settings above and `changes`, `warm` by the fork server."""
     settings = {"job.dump_folder": folder, "mixture.lock": lock, **SHAPES, **DEVIATIONS, **changes}
     program = [*launcher, "--job.config_file", f"configs/{config}.toml", *job_flags(settings)]
     env = {"WANDB_MODE": "offline", **env}
@@ -90,7 +95,7 @@ def torchrun(ranks: int) -> list[str]:
 def assert_trained(
     config: str, run: Path, *more: str, validated: Sequence[int] = (EVERY, STEPS)
 ) -> None:
-    """Assert that the job ran to its end as configs/`config`.toml states, but for `more`."""
+    """Assert that the job ran to its end as its file states, but for `more`."""
     rows = metrics(run)
     assert sorted({row["step"] for row in rows}) == [EVERY, STEPS]
     assert all(row["loss"] > 0 and row["grad_norm"] > 0 for row in rows)
@@ -104,7 +109,6 @@ def assert_trained(
 
 
 def assert_nothing_else_deviates(config: str, folder: Path, *more: str) -> None:
-    """Assert that the resolved job is the shipped file but for the settings above."""
     shipped = tomllib.loads((ROOT / f"configs/{config}.toml").read_text())
     resolved = tomllib.loads((folder / "config.toml").read_text())
     different = set()
@@ -140,7 +144,8 @@ def assert_prepared_as_the_job_file_says(folder: Path) -> None:
     replicas = tomllib.loads((folder / "config.toml").read_text())["parallelism"][
         "data_parallel_replicate_degree"
     ]
-    units = layers + 2 if replicas > 1 else 0  # the embedding, each layer, norm with head
+    # the embedding, each layer, norm with head
+    units = layers + 2 if replicas > 1 else 0
     # one a step, though it has two micro-batches
     assert facts["reductions"] == [units] * len(facts["reductions"]) != []
     assert facts["allocator"] == "expandable_segments:True"

@@ -1,4 +1,4 @@
-"""Records how the trainer prepared its model; test_production.py loads it by custom_import.
+"""Record how the trainer prepared its model; test_production.py loads it by custom_import.
 
 Rank 0 writes RUN/facts.json when training ends: what is compiled, checkpointed and cast, timeouts,
 and what a step waits for. With LANEFORMER_FAULTS the faults of `tests.train.faults` happen, too.
@@ -26,7 +26,7 @@ from train.trainer import LaneformerTrainer
 if not torch.cuda.is_available():
     # the staging of async_with_pinned_mem, and its process that writes, without pinned memory and
     # streams
-    checkpoint.StagingOptions = lambda *wanted: StagingOptions(False, True, True, False)
+    checkpoint.StagingOptions = lambda *settings: StagingOptions(False, True, True, False)
 if "LANEFORMER_FAULTS" in os.environ:
     import tests.train.faults  # noqa: F401
 
@@ -38,7 +38,8 @@ reductions = [0]
 
 
 def count_all_reduce(tensor: torch.Tensor, *arguments: Any, **options: Any) -> Any:
-    reductions[-1] += tensor.dtype == torch.float32  # metrics are exchanged in float64
+    # metrics are exchanged in float64
+    reductions[-1] += tensor.dtype == torch.float32
     return all_reduce(tensor, *arguments, **options)
 
 
@@ -48,7 +49,7 @@ def record_pg_timeouts(timeout: timedelta, parallel_dims: Any) -> None:
 
 
 def record_order(trainer: LaneformerTrainer) -> list[str]:
-    """Return the list that records each step's order of staging wait and optimizer."""
+    # the optimizer may move the weights only when they are staged
     order: list[str] = []
     wait, move = trainer.checkpointer.maybe_wait_for_staging, trainer.optimizers.step
 
@@ -94,7 +95,8 @@ def record_training(self: LaneformerTrainer) -> None:
             "compiled": sum(layer._compiled_call_impl is not None for layer in model.layers),
             "norm_compiled": model.norm._compiled_call_impl is not None,
             "graphs": counters["stats"]["unique_graphs"],
-            "loss_graphs": loss._compile.cache_info().currsize,  # losses, and their gradient
+            # losses, and their gradient
+            "loss_graphs": loss._compile.cache_info().currsize,
             "streams": sorted(computed),
             "policies": sorted(policies(model)),
             "weights": weights,

@@ -1,4 +1,4 @@
-"""Real torchrun jobs on CPU at toy size, and readers of their run folders."""
+"""Run real jobs on CPU ranks at toy size, and read their run folders."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ SMALL = LaneformerConfig.from_flavor("tiny", swa_layers=(0, 1, 2), **ARCHITECTUR
 
 @functools.cache
 def fork_server() -> subprocess.Popen[str]:
-    """Start the one server for all jobs of this test process."""
+    # one for all jobs of this test process
     command = [sys.executable, "-m", "tests.train.fork_server"]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     server = subprocess.Popen(
@@ -63,7 +63,6 @@ def fork_server() -> subprocess.Popen[str]:
 
 
 def limit_open_files() -> None:
-    """Limit open files to 1024."""
     # most systems allow a login shell this many, and Slurm takes the limits of its jobs from it
     resource.setrlimit(
         resource.RLIMIT_NOFILE, (1024, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
@@ -73,7 +72,7 @@ def limit_open_files() -> None:
 def toy(
     run: Path, lock: Path, settings: Mapping[str, Any], config: str = "debug_phase1"
 ) -> list[str]:
-    """Arguments of `python -m train` for configs/`config`.toml at toy size."""
+    """Return the arguments of `python -m train` for configs/`config`.toml at toy size."""
     shapes = {f"architecture.{name}": value for name, value in ARCHITECTURE.items()}
     merged = {
         "job.config_file": f"configs/{config}.toml",
@@ -96,7 +95,6 @@ def launch(
     config: str = "debug_phase1",
     fails: bool = False,
 ) -> subprocess.CompletedProcess[str]:
-    """Run a training job in its own processes; `overrides` are TorchTitan command-line flags."""
     settings = {
         "training.global_batch_size": GLOBAL_BATCH,
         "training.steps": STEPS,
@@ -140,14 +138,14 @@ def ask(job: dict[str, Any], meanwhile: Callable[[], None] = lambda: None) -> An
     try:
         meanwhile()
         return json.loads(server.stdout.readline())
-    except BaseException:  # the test's time is over: this job's answer must not be the next one's
+    except BaseException:
+        # the test's time is over: this job's answer must not be the next one's
         end_fork_server()
         raise
 
 
 def end_fork_server() -> None:
-    """Kill the fork server and all that it has started."""
-    # a job would go on in folders that its test has left
+    # with all that it has started: a job would go on in folders that its test has left
     server = psutil.Process(fork_server().pid)
     for process in (*server.children(recursive=True), server):
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -163,10 +161,7 @@ def run_forked(
     meanwhile: Callable[[], None] = lambda: None,
     **env: str,
 ) -> tuple[int, str]:
-    """Run `python -m PROGRAM` by the fork server; return its exit status and output.
-
-    The output is in folder/NAME.log, the process id in folder/NAME.pid.
-    """
+    """Run `python -m PROGRAM` by the fork server; return its exit status and output."""
     log = folder / f"{name}.log"
     log.unlink(missing_ok=True)
     job = {
@@ -178,7 +173,7 @@ def run_forked(
     return ask(job, meanwhile), log.read_text()
 
 
-def succeed(run: Path, lock: Path, *overrides: str, **options) -> list[dict]:
+def train_toy(run: Path, lock: Path, *overrides: str, **options) -> list[dict]:
     launch(run, lock, *overrides, **options)
     return metrics(run)
 
@@ -192,7 +187,6 @@ def metrics(run: Path) -> list[dict]:
 
 
 def load_saved(run: Path, step: int = STEPS) -> dict[str, Any]:
-    """Return all that a checkpoint holds."""
     with tempfile.NamedTemporaryFile() as target:
         dcp_to_torch_save(run / f"checkpoint/step-{step}", target.name)
         return torch.load(target.name, weights_only=False)
@@ -203,7 +197,7 @@ def weights(run: Path, step: int = STEPS) -> dict[str, torch.Tensor]:
 
 
 def copy_stopped_at(step: int, whole: Path, run: Path) -> None:
-    """Copy a run folder as if the job had died after saving `step`."""
+    # as if the job had died after saving `step`
     shutil.copytree(whole, run)
     for path in run.glob("checkpoint/step-*"):
         if int(path.name.removeprefix("step-")) > step:

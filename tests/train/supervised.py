@@ -1,4 +1,4 @@
-"""A tiny supervised job with scheduled faults, shared by the fault tests and the chaos run."""
+"""Run a tiny supervised job with scheduled faults, for the fault tests and the chaos run."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from tests.train.runs import GLOBAL_BATCH, load_saved, metrics, run_forked, run_
 RANKS = 2
 # a step of a toy on a busy machine is no hang; a stopped rank costs this, asleep
 HANG_TIMEOUT_S = 30
-STEPS, INTERVAL = 40, 5  # of the reference run, and between checkpoints
+# of the reference run, and between checkpoints
+STEPS, INTERVAL = 40, 5
 COMPARED = ("loss", "max_loss", "grad_norm", "lr", "tokens")
 
 
 def arguments(run: Path, lock: Path, steps: int, interval: int) -> list[str]:
-    """Return the arguments of `python -m train`."""
     # float32 and a fixed number of ranks: bit for bit comparable
     settings = {
         "training.global_batch_size": GLOBAL_BATCH,
@@ -41,7 +41,7 @@ def arguments(run: Path, lock: Path, steps: int, interval: int) -> list[str]:
 
 
 def run_undisturbed(folder: Path, lock: Path, steps: int, interval: int, *more: str) -> Path:
-    """Run without a supervisor and faults; return the run folder."""
+    # without a supervisor and faults
     run = folder / "run"
     folder.mkdir(parents=True, exist_ok=True)
     run_job(run, [*arguments(run, lock, steps, interval), *more], RANKS)
@@ -56,7 +56,7 @@ def plan_faults(folder: Path, faults: list[dict[str, Any]]) -> dict[str, str]:
     return {"LANEFORMER_FAULTS": str(plan)}
 
 
-def faulty(
+def run_faulty(
     folder: Path,
     lock: Path,
     steps: int,
@@ -66,7 +66,7 @@ def faulty(
     module: str = "tests.train.faults",
     fails: bool = False,
 ) -> subprocess.CompletedProcess[str]:
-    """Run one attempt with faults and no supervisor, in folder/run."""
+    # one attempt without a supervisor, in folder/run
     env = plan_faults(folder, faults)
     command = [
         *arguments(folder / "run", lock, steps, interval),
@@ -85,10 +85,7 @@ def supervise(
     *more: str,
     meanwhile: Callable[[], None] = lambda: None,
 ) -> tuple[Path, int, str]:
-    """Run the supervisor once; return (run folder, exit status, output).
-
-    meanwhile: called when it has been started.
-    """
+    """Run the supervisor once; return (run folder, exit status, output)."""
     command = [
         "train.supervise",
         "--nproc-per-node",
@@ -109,12 +106,12 @@ def environment() -> dict[str, str]:
 
 
 def curve(run: Path) -> dict[int, dict[str, Any]]:
-    """Return for each step the record of the last attempt that reached it, from metrics.jsonl."""
+    # later rows replace those of an earlier attempt
     return {row["step"]: {key: row[key] for key in COMPARED} for row in metrics(run)}
 
 
 def weights(run: Path, step: int) -> dict[str, torch.Tensor]:
-    """Weights and moments of a checkpoint."""
+    # with the moments
     state = load_saved(run, step)
     return {k: v for k, v in {**state, **state["optimizer"]}.items() if isinstance(v, torch.Tensor)}
 

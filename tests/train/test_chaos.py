@@ -1,7 +1,4 @@
-"""Test of a random fault every 20 steps, by a seed; final weights equal an undisturbed run's.
-
-40 steps with 2 faults, since a start costs its imports; CHAOS_STEPS=200 has 10.
-"""
+"""Test of a random fault every 20 steps, by a seed; final weights equal an undisturbed run's."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ KINDS = (*OF_A_SAVE, *OF_A_RANK, "nan", "truncate")
 
 
 def draw(steps: int, seed: int) -> list[dict[str, Any]]:
-    """Draw one fault in every EVERY steps; faults of a save at a step that saves."""
+    # faults of a save come at a step that saves
     chance, faults = random.Random(seed), []
     for first in range(1, steps - EVERY // 2, EVERY):
         kind = chance.choice(KINDS)
@@ -36,13 +33,15 @@ def draw(steps: int, seed: int) -> list[dict[str, Any]]:
 @pytest.mark.rotate
 @pytest.mark.timeout(1800)
 def test_chaos(reference, phase1, tmp_path):
+    # 40 steps have 2 faults, since a start costs its imports; CHAOS_STEPS=200 has 10
     steps, seed = int(os.environ.get("CHAOS_STEPS", STEPS)), int(os.environ.get("CHAOS_SEED", "4"))
     faults = draw(steps, seed)
     print(faults)
     if steps != STEPS:
         reference = run_undisturbed(tmp_path / "reference", phase1, steps, INTERVAL)
     status = 85
-    while status == 85:  # as sbatch would: asked to stop means start again
+    # as sbatch would: asked to stop means start again
+    while status == 85:
         run, status, output = supervise(tmp_path / "chaos", phase1, steps, INTERVAL, faults)
     assert status == 0, output
     assert_same(run, reference, steps)

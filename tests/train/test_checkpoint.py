@@ -29,7 +29,7 @@ from tests.train.runs import (
     launch,
     load_saved,
     metrics,
-    succeed,
+    train_toy,
     weights,
 )
 from tests.train.supervised import assert_same
@@ -78,14 +78,15 @@ def test_another_architecture_is_refused(whole_run, phase1, tmp_path):
     # what the supervisor does not try again
     assert (outcome["step"], outcome["code"]) == (0, REFUSED)
     for path in (run / "model.json", *run.glob("checkpoint/*/model.json")):
-        path.unlink()  # as of old
+        # as older versions left it
+        path.unlink()
     (run / "checkpoint/step-2/checksums.json").unlink()
     output = fail(run, phase1, "--architecture.num_hidden_layers", "3", ranks=1)
     assert "holds 9 tensors this architecture has not, such as layers.3." in output
 
 
 def second_mixture(data: Path) -> Mixture:
-    """Phase 2 as it goes on behind `whole_run`."""
+    # as phase 2 goes on behind `whole_run`
     used = Mixture.open(data / "phase1.lock.json").windows_per_source(STEPS * GLOBAL_BATCH)
     lock = data / "phase2.lock.json"
     return Mixture.open(lock, {k: used[k] for k in Mixture.open(lock).source_names if k in used})
@@ -99,11 +100,11 @@ YARN = {
 }
 
 
-def test_a_phase_goes_on_with_another_rope(whole_run, prepared_data, tmp_path):
+def test_a_phase_goes_on_with_another_rope(whole_run, data_folder, tmp_path):
     # Only what is output changes: its first loss is that of the same weights with YaRN on full
     # layers, one of them without rotation, and windows' own base; each of these alone is refused
     # where the job does not name it.
-    run, lock = tmp_path / "yarn", prepared_data / "phase2.lock.json"
+    run, lock = tmp_path / "yarn", data_folder / "phase2.lock.json"
     job = tomli.loads((ROOT / "configs/debug_phase2.toml").read_text())
     job["architecture"] = {"rope_scaling": YARN, "nope_layers": [3]}
     job["checkpoint"]["allow_changes"] = ["rope_scaling", "rope_theta", "window_rope_theta"]
@@ -118,12 +119,14 @@ def test_a_phase_goes_on_with_another_rope(whole_run, prepared_data, tmp_path):
     arguments += ("--architecture.rope_theta", "1e3", "--architecture.window_rope_theta", "1e4")
     assert "nope_layers = () (this job: (3,))" in fail(run, lock, *arguments, config=path, ranks=1)
     allowed = ("rope_scaling", "rope_theta", "window_rope_theta", "nope_layers")
-    rows = succeed(run, lock, *arguments, "--checkpoint.allow_changes", *allowed, config=path)
-    own = replace(SMALL, rope_scaling=YARN, nope_layers=(3,), rope_theta=1e3, window_rope_theta=1e4)
-    assert LaneformerConfig.from_dict(read_json(run / "model.json")) == own
-    mixture = second_mixture(prepared_data)
+    rows = train_toy(run, lock, *arguments, "--checkpoint.allow_changes", *allowed, config=path)
+    changed = replace(
+        SMALL, rope_scaling=YARN, nope_layers=(3,), rope_theta=1e3, window_rope_theta=1e4
+    )
+    assert LaneformerConfig.from_dict(read_json(run / "model.json")) == changed
+    mixture = second_mixture(data_folder)
     losses = []
-    for config in (own, SMALL):
+    for config in (changed, SMALL):
         model = Laneformer(config)
         model.load_state_dict(weights(whole_run))
         losses.append(batch_loss(model, mixture))
@@ -131,16 +134,16 @@ def test_a_phase_goes_on_with_another_rope(whole_run, prepared_data, tmp_path):
     assert abs(rows[0]["loss"] - losses[0]) < rounding < abs(losses[0] - losses[1])
 
 
-def test_phase_switch_keeps_the_model(whole_run, prepared_data, tmp_path):
+def test_phase_switch_keeps_the_model(whole_run, data_folder, tmp_path):
     # The first loss of phase 2 is the loss of phase 1's last weights on that batch; the schedule
     # starts again.
     parent = whole_run / "checkpoint/step-4"
-    run, lock = tmp_path / "phase2", prepared_data / "phase2.lock.json"
+    run, lock = tmp_path / "phase2", data_folder / "phase2.lock.json"
     arguments = ("--checkpoint.initial_load_path", str(parent), "--optimizer.weight_decay", "0.05")
-    rows = succeed(run, lock, *arguments, config="debug_phase2")
+    rows = train_toy(run, lock, *arguments, config="debug_phase2")
     model = Laneformer(SMALL)
     model.load_state_dict(weights(whole_run))
-    expected = batch_loss(model, second_mixture(prepared_data))
+    expected = batch_loss(model, second_mixture(data_folder))
     assert abs(rows[0]["loss"] - expected) < 8 * torch.finfo(torch.float32).eps * expected
     assert rows[0]["phase"] == "phase2"
     # the schedule and the learning rate are phase 2's
@@ -164,14 +167,13 @@ def test_a_finished_run_is_not_extended(whole_run, phase1, tmp_path):
     assert read_outcome(run)["code"] == REFUSED
 
 
-def test_never_random_weights_by_accident(whole_run, prepared_data, tmp_path):
+def test_never_random_weights_by_accident(whole_run, data_folder, tmp_path):
     # A parent that is missing; a run whose checkpoints were lost. (Damaged ones: tests/records.)
-    locks = [prepared_data / f"phase{n}.lock.json" for n in (1, 2)]
+    locks = [data_folder / f"phase{n}.lock.json" for n in (1, 2)]
     missing = ("--checkpoint.initial_load_path", str(tmp_path / "nowhere/checkpoint/step-9"))
     output = fail(tmp_path / "a", locks[1], *missing, config="debug_phase2", ranks=1)
     assert "is not a complete checkpoint" in output
-    lost = shutil.copytree(
-        whole_run, tmp_path / "lost", ignore=shutil.ignore_patterns("checkpoint")
-    )
-    output = fail(lost, locks[0], "--resilience.max_failed_saves", "1", ranks=1)
+    # the file system of the checkpoints is away
+    run = shutil.copytree(whole_run, tmp_path / "lost", ignore=shutil.ignore_patterns("checkpoint"))
+    output = fail(run, locks[0], "--resilience.max_failed_saves", "1", ranks=1)
     assert f"ends at step {STEPS}, but" in output

@@ -12,11 +12,12 @@ import tomli_w
 from train.checkpoint_checks import check_schedule
 
 SCHEDULE = {"warmup_steps": 10, "decay_ratio": 0.2, "decay_type": "linear", "min_lr_factor": 0.1}
-LAST_STABLE = 81  # of 100 steps
+# of 100 steps
+LAST_STABLE = 81
 
 
 def make_checkpoint(run: Path, step: int, steps: int = 100, **schedule: Any) -> Path:
-    """Make the last checkpoint of a run of `steps` steps, with all saved before."""
+    # with all that the run saved before
     for saved in range(20, step + 1, 20):
         (run / f"checkpoint/step-{saved}").mkdir(parents=True)
         (run / f"checkpoint/step-{saved}/.metadata").touch()

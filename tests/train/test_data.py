@@ -24,13 +24,13 @@ GLOBAL_BATCH = 32
 
 
 @pytest.fixture(scope="module")
-def lock(prepared_data):
-    return prepared_data / "phase1.lock.json"
+def lock(data_folder):
+    return data_folder / "phase1.lock.json"
 
 
 @pytest.fixture(scope="module")
 def wrap(lock):
-    """Return the first sequence that is the second reading of a source."""
+    # the first sequence that is the second reading of a source
     mixture = Mixture.open(lock)
     windows = {entry["name"]: entry["windows"] for entry in read_json(lock)["sources"]}
     for number in range(sum(windows.values())):
@@ -59,16 +59,13 @@ def job(
 
 
 def train(loaders: list[MixtureLoader], steps: int) -> tuple[np.ndarray, np.ndarray, str]:
-    """Run some steps of all ranks.
-
-    Returns windows (steps, G, S + 1), sources (steps, G) and the state that all ranks save.
-    """
+    # on all ranks; windows (steps, G, S + 1), sources (steps, G) and the state that all ranks save
     micro_batches = steps * GLOBAL_BATCH // loaders[0].micro_batch
-    read = [list(islice(each, micro_batches)) for each in loaders]
+    read = [list(islice(of_rank, micro_batches)) for of_rank in loaders]
     batches = [batch for of_all_ranks in zip(*read, strict=True) for batch in of_all_ranks]
     tokens = [torch.cat([inputs["input"], labels[:, -1:]], dim=1) for inputs, labels in batches]
     sources = [inputs["source"] for inputs, _ in batches]
-    (state,) = {each.state_dict()["mixture"] for each in loaders}
+    (state,) = {of_rank.state_dict()["mixture"] for of_rank in loaders}
     shape = (steps, GLOBAL_BATCH, -1)
     return (
         torch.cat(tokens).numpy().reshape(shape),
@@ -85,12 +82,12 @@ def read_sequences(lock: Path, numbers: list[int]) -> np.ndarray:
 
 
 def places(loader: MixtureLoader) -> list[tuple[str, int]]:
-    """Return where the first windows of its source `code` are."""
+    # of the first windows of its source `code`
     windows = [window for window in loader.locate(0, 40) if window["source"] == "code"]
     return [(window["shard"], window["token_offset"]) for window in windows]
 
 
-def test_offsets_belong_to_content_and_not_to_a_name(prepared_data, lock):
+def test_offsets_belong_to_content_and_not_to_a_name(data_folder, lock):
     # A third phase whose source `code` is another one: it starts at its beginning, and counts are
     # kept apart. A fourth one goes on in phase 1's `code`.
     (one,) = job(lock, 1, 1)
@@ -146,11 +143,11 @@ def test_tokens_of_a_phase_with_windows_of_another_length_stay_what_they_were(lo
     assert next_phase.tokens_before() == 8 * 512 + 3 * GLOBAL_BATCH * 32
 
 
-def test_other_weights_are_refused_and_unchanged_data_continues(prepared_data, tmp_path):
+def test_other_weights_are_refused_and_unchanged_data_continues(data_folder, tmp_path):
     # A source may grow where nothing that was read of it changed; else the error says what would
     # repeat.
     data = tmp_path / "data"
-    shutil.copytree(prepared_data, data)
+    shutil.copytree(data_folder, data)
     lock = data / "phase1.lock.json"
     (one,) = job(lock, 1, 1)
     train([one], steps=3)
@@ -165,7 +162,8 @@ def test_other_weights_are_refused_and_unchanged_data_continues(prepared_data, t
     (grown,) = job(lock, 1, 1)
     grown.mixture.fingerprint = "0" * 64
     grown.mixture.contents = dict.fromkeys(grown.mixture.contents, "f" * 64)
-    grown.load_state_dict(state)  # other content, and all that was read of it is the same
+    # other content, and all that was read of it is the same
+    grown.load_state_dict(state)
     grown.mixture._file_sha256[0] = "f" * 64
     with pytest.raises(
         ValueError, match=r"windows were read: 0 of these lie in files that are unchanged"
@@ -180,11 +178,11 @@ def test_any_cut_and_resumes_with_other_world_sizes_give_the_same_batches(lock, 
     state, parts, read = None, [], []
     for ranks, accumulation in ((2, 2), (4, 1), (1, 4), (8, 2)):
         loaders = job(lock, ranks, accumulation, windows=[(out[0], out[-1] + 1)])
-        for each in loaders:
+        for of_rank in loaders:
             if state is None:
-                each.state.sequences = start
+                of_rank.state.sequences = start
             else:
-                each.load_state_dict({"mixture": state})
+                of_rank.load_state_dict({"mixture": state})
         tokens, sources, state = train(loaders, steps=2)
         parts.append(tokens)
         read += sources.ravel().tolist()
@@ -203,56 +201,56 @@ def test_any_cut_and_resumes_with_other_world_sizes_give_the_same_batches(lock, 
     assert last.state_dict()["mixture"] == state
 
 
-def test_counts_are_those_of_the_batches_across_phases_and_windows(prepared_data, lock):
+def test_counts_are_those_of_the_batches_across_phases_and_windows(data_folder, lock):
     # Used up, left out and trained on, by source: counted one by one, and as the loader computes
     # them.
     left_out = [(10, 25), (70, 71)]
     (one,) = job(lock, 1, 2, windows=left_out)
     _, sources, state = train([one], steps=3)
     names = one.mixture.source_names
-    counted = {name: int((sources == i).sum()) * 32 for i, name in enumerate(names)}
-    assert one.tokens_per_source() == counted
+    tokens_read = {name: int((sources == i).sum()) * 32 for i, name in enumerate(names)}
+    assert one.tokens_per_source() == tokens_read
     out = np.concatenate([one.mixture.sequences(a, b - a)[1] for a, b in left_out])
     assert one.count_left_out() == {name: int((out == i).sum()) for i, name in enumerate(names)}
 
-    (two,) = job(prepared_data / "phase2.lock.json", 1, 1, windows=[(4, 6)])
+    (two,) = job(data_folder / "phase2.lock.json", 1, 1, windows=[(4, 6)])
     two.begin_after(json.loads(state))
     assert two.tokens_before() == 3 * GLOBAL_BATCH * 32
-    assert two.tokens_per_source() == counted
+    assert two.tokens_per_source() == tokens_read
     tokens, sources, _ = train([two], steps=2)
     for i, name in enumerate(two.mixture.source_names):
-        counted[name] = counted.get(name, 0) + int((sources == i).sum()) * 32
-    assert two.tokens_per_source() == counted
-    assert sum(counted.values()) == 5 * GLOBAL_BATCH * 32
+        tokens_read[name] = tokens_read.get(name, 0) + int((sources == i).sum()) * 32
+    assert two.tokens_per_source() == tokens_read
+    assert sum(tokens_read.values()) == 5 * GLOBAL_BATCH * 32
     # code, which both phases use, goes on behind the last window that phase 1 used up
     following, whose = one.mixture.sequences(one.sequences_reached, 20)
     code = two.mixture.source_names.index("code")
     assert np.array_equal(tokens[sources == code][0], following[whose == names.index("code")][0])
 
-    (again,) = job(prepared_data / "phase2.lock.json", 1, 1, windows=[(4, 6)])
+    (again,) = job(data_folder / "phase2.lock.json", 1, 1, windows=[(4, 6)])
     again.load_state_dict(two.state_dict())
-    assert again.tokens_per_source() == counted
+    assert again.tokens_per_source() == tokens_read
     assert again.tokens_before() == two.tokens_before()
 
 
-def test_damage_ends_the_batches_at_its_own(prepared_data, tmp_path):
+def test_damage_ends_the_batches_at_its_own(data_folder, tmp_path):
     # Readers are ahead of it: the batches before it arrive, then the error as the mixture words it.
     data = tmp_path / "data"
-    shutil.copytree(prepared_data, data)
+    shutil.copytree(data_folder, data)
     content = bytearray((data / "web/shard-00001.bin").read_bytes())
     content[1234] ^= 1
     (data / "web/shard-00001.bin").write_bytes(content)
     batches = []
-    each = loader(data / "phase1.lock.json", batch=8, threads=4)
+    damaged = loader(data / "phase1.lock.json", batch=8, threads=4)
     with pytest.raises(
         ValueError, match=r"web/shard-00001\.bin: block 0 of 1 \(bytes 0 to 4098\) is damaged"
     ):
-        batches.extend(each)
-    before = each.mixture.windows_per_source(len(batches) * 8)["web"]
-    after = each.mixture.windows_per_source(len(batches) * 8 + 8)["web"]
+        batches.extend(damaged)
+    before = damaged.mixture.windows_per_source(len(batches) * 8)["web"]
+    after = damaged.mixture.windows_per_source(len(batches) * 8 + 8)["web"]
     # the refused batch is the first with a window of the damaged shard
     assert before <= 64 < after
-    assert json.loads(each.state_dict()["mixture"])["sequences"] == len(batches) * 8
+    assert json.loads(damaged.state_dict()["mixture"])["sequences"] == len(batches) * 8
 
 
 @pytest.mark.parametrize("threads", [1, 3])
@@ -269,7 +267,8 @@ def test_readers_keep_the_order_and_their_bound_and_end_with_the_iterator(thread
     assert len(readers) == threads
     # one that hangs does not keep the process
     assert all(reader.daemon for reader in readers)
-    with ThreadPoolExecutor(1) as executor:  # torch's threads are left alone
+    # torch's threads are left alone
+    with ThreadPoolExecutor(1) as executor:
         assert executor.submit(torch.get_num_threads).result() == torch.get_num_threads()
     results.close()
     assert not any(reader.is_alive() for reader in readers)

@@ -35,7 +35,7 @@ def one_rank(tmp_path):
 
 
 def count_graphs(layers: int, mesh: DeviceMesh) -> int:
-    """Graphs that Dynamo compiles for two logged steps and one that is not."""
+    # of two logged steps and one that is not
     torch._dynamo.reset()
     counters.clear()
     model = TitanLaneformer(

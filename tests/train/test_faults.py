@@ -1,8 +1,4 @@
-"""Tests that a job survives real faults by itself and ends bitwise as if nothing had happened.
-
-One run meets all faults in turn, because a start costs its imports. The full disk is the kernel's
-own refusal to write more (RLIMIT_FSIZE, EFBIG); only the moment is simulated.
-"""
+"""Tests that a job survives real faults by itself and ends bitwise as if nothing had happened."""
 
 from __future__ import annotations
 
@@ -17,22 +13,25 @@ from tests.train.runs import GLOBAL_BATCH
 from tests.train.supervised import INTERVAL, STEPS, assert_same, curve, supervise
 
 pytestmark = pytest.mark.job
+# One run meets all in turn, because a start costs its imports. The full disk is the kernel's own refusal to
+# write more (RLIMIT_FSIZE, EFBIG); only the moment is simulated
 FAULTS: list[dict[str, Any]] = [
-    {"kind": "kill", "step": 3, "rank": 1},  # before the first checkpoint: from the beginning
+    # before the first checkpoint: from the beginning
+    {"kind": "kill", "step": 3, "rank": 1},
     {"kind": "stop", "step": 7, "rank": 0},
     {"kind": "kill_all_before_metadata", "step": 10},
     {"kind": "nan", "step": 13},
     {"kind": "kill_all_after_metadata", "step": 15},
     {"kind": "full_disk", "step": 20},
     {"kind": "usr1", "step": 24, "rank": 1},
-    {"kind": "truncate", "step": 27},  # of the checkpoint of step 25
+    # of the checkpoint of step 25
+    {"kind": "truncate", "step": 27},
     {"kind": "sigterm_supervisor", "step": 31, "rank": 0},
 ]
 
 
 @pytest.fixture(scope="module")
 def faulty_run(phase1, tmp_path_factory):
-    """Return the run that met every fault, and what its supervisors output."""
     folder = tmp_path_factory.mktemp("disturbed")
     run, status, output = supervise(folder, phase1, STEPS, INTERVAL, FAULTS)
     assert status == 85, f"the supervisor was to save and end with 85\n{output}"

@@ -6,7 +6,7 @@ import pytest
 
 from laneformer.titan.float8 import RECIPES
 from records.job import read_sections
-from tests.train.runs import metrics, succeed
+from tests.train.runs import metrics, train_toy
 
 CONVERTED = ("--model.converters", "quantize.linear.float8")
 
@@ -22,7 +22,7 @@ def test_ranks_change_nothing(recipe, whole_run, phase1, tmp_path):
         "--quantize.linear.float8.recipe_name",
         recipe,
     )
-    two = succeed(run, phase1, *job)
+    two = train_toy(run, phase1, *job)
     assert read_sections(run / "config.toml")["model"]["converters"] == ["quantize.linear.float8"]
     losses = [row["loss"] for row in two]
     plain = [row["loss"] for row in metrics(whole_run)]
@@ -30,5 +30,5 @@ def test_ranks_change_nothing(recipe, whole_run, phase1, tmp_path):
     # float8, and nothing but float8
     assert losses == pytest.approx(plain, rel=0.005)
 
-    one = succeed(tmp_path / "one", phase1, *job, ranks=1)
+    one = train_toy(tmp_path / "one", phase1, *job, ranks=1)
     assert [row["loss"] for row in one] == pytest.approx(losses, rel=1e-6)

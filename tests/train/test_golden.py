@@ -15,23 +15,23 @@ from tests.train.golden_run import PLANTED, ROOT, STEPS, golden_losses, golden_p
 
 pytestmark = pytest.mark.job
 CPU = read_json(ROOT / "tests/train/golden/cpu.json")
-Reference = tuple[list[float], list[float]]  # losses, tolerances
+# losses, tolerances
+Reference = tuple[list[float], list[float]]
 
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory):
-    """Return losses and an absolute tolerance for each step."""
-    kept = golden_path().is_file()
-    golden = json.loads(golden_path().read_text()) if kept else CPU
+    has_golden = golden_path().is_file()
+    golden = json.loads(golden_path().read_text()) if has_golden else CPU
     losses = (
         golden["losses"]
-        if kept
+        if has_golden
         else golden_losses(tmp_path_factory.mktemp("golden"), "--compile.enable")
     )
     # `rounding` samples a random walk: another machine rounds as differently as narrower vectors,
     # two ranks or the compiler do here, but may fall on another side; 8 such differences, each at
     # least one rounding of the loss, leave room for that, 8 times more on another device
-    epsilon, factor = torch.finfo(torch.float32).eps, 8 if kept else 64
+    epsilon, factor = torch.finfo(torch.float32).eps, 8 if has_golden else 64
     return losses, [
         factor * max(r, epsilon * x) for r, x in zip(golden["rounding"], losses, strict=True)
     ]

@@ -29,7 +29,8 @@ def test_non_finite_is_always_refused(value):
 
 def test_spikes_above_the_limit_only():
     guard = train_guard(max_loss_z=10.0, max_grad_norm_z=10.0)
-    guard.check(2.0, 1.0)  # a loss that falls is no spike
+    # a loss that falls is no spike
+    guard.check(2.0, 1.0)
     guard.check(3.05, 1.2)
     before = guard.state_dict()
     with pytest.raises(BadStep, match="the loss is 4,"):
@@ -38,7 +39,8 @@ def test_spikes_above_the_limit_only():
         guard.check(3.0, 9.0)
     # a refused step is no example
     assert guard.state_dict() == before
-    train_guard().check(4.0, 9.0)  # limits of 0 let spikes through
+    # limits of 0 let spikes through
+    train_guard().check(4.0, 9.0)
 
 
 def test_its_memory_survives_a_restart():

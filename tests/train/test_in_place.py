@@ -16,7 +16,7 @@ from data_mixtures.mixture import Mixture
 from records.events import read_outcome
 from records.files import read_json, read_lines
 from tests.train.runs import GLOBAL_BATCH, SEQ_LEN, copy_stopped_at, run_job
-from tests.train.supervised import RANKS, arguments, assert_same, faulty, run_undisturbed
+from tests.train.supervised import RANKS, arguments, assert_same, run_faulty, run_undisturbed
 from tests.train.test_show import show_batches
 from train.checkpoint_writer import HashingWriter
 from train.failed_saves import FailedSaves, make_room
@@ -36,7 +36,7 @@ def test_skipped_in_place_equals_skipped_from_the_start(phase1, tmp_path, capsys
     steps = 8
     faults = [{**NAN, "step": 4}, {**NAN, "step": 4}, {**NAN, "step": 6}]
     more = (*SKIP, "--resilience.spike_window", "4", "--resilience.max_skips", "3")
-    faulty(tmp_path / "a", phase1, steps, 5, faults, *more)
+    run_faulty(tmp_path / "a", phase1, steps, 5, faults, *more)
     run = tmp_path / "a/run"
     size = GLOBAL_BATCH
     assert windows(run) == [[3 * size, 4 * size], [4 * size, 5 * size], [7 * size, 8 * size]]
@@ -44,7 +44,7 @@ def test_skipped_in_place_equals_skipped_from_the_start(phase1, tmp_path, capsys
     assert [event["step"] for event in refused] == [4, 4, 6]
     command, mixture = refused[2]["show"].split(), Mixture.open(phase1)
     assert command[:4] == ["python", "-m", "data_mixtures", "show"]
-    tokens = [each["tokens"] for each in show_batches(capsys, *command[4:])]
+    tokens = [window["tokens"] for window in show_batches(capsys, *command[4:])]
     assert tokens == mixture.sequences(7 * size, size)[0].tolist()
     planned = run_undisturbed(
         tmp_path / "b",
@@ -72,7 +72,7 @@ def test_a_roll_back_leaves_out_what_it_goes_back_over(
 ):
     # The refused batch, and with skip_steps those before it that no checkpoint has seen.
     faults = [{**NAN, "step": step} for step in steps]
-    job = faulty(
+    job = run_faulty(
         tmp_path,
         phase1,
         8,
@@ -90,28 +90,28 @@ def test_a_roll_back_leaves_out_what_it_goes_back_over(
 
 @pytest.fixture
 def small_disk(tmp_path):
-    """Mount 16 MB for the run a/run: room for seven steps, full in a moment."""
+    # for the run a/run: room for seven steps, full in a moment
     disk = tmp_path / "disk"
     disk.mkdir()
     (tmp_path / "a").mkdir()
     (tmp_path / "a/run").symlink_to(disk)
-    mounted = subprocess.run(
+    outcome = subprocess.run(
         ["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", disk], capture_output=True, text=True
     )
-    if mounted.returncode:
-        pytest.skip(f"mounting a tmpfs is not permitted here: {mounted.stderr.strip()}")
+    if outcome.returncode:
+        pytest.skip(f"mounting a tmpfs is not permitted here: {outcome.stderr.strip()}")
     yield disk
     subprocess.run(["umount", "-l", disk], check=True)
 
 
 @pytest.mark.job
 def test_a_full_disk_ends_nothing_and_is_named(phase1, tmp_path, small_disk):
-    # Rows wait in memory; the save fails and is taken back; the numbers are those of an
-    # run_undisturbed run.
+    # Rows wait in memory; the save fails and is taken back; the numbers are those of an undisturbed
+    # run.
     steps = 9
     faults = [{"kind": "fill_disk", "step": 3}, {"kind": "empty_disk", "step": 7, "rank": 0}]
     more = ("--metrics.enable_tensorboard", "--resilience.max_failed_saves", "1")
-    job = faulty(tmp_path / "a", phase1, steps, 3, faults, *more)
+    job = run_faulty(tmp_path / "a", phase1, steps, 3, faults, *more)
     assert f"(disk {small_disk}, 0 of 0.0168 GB free)" in job.stdout
     # of all ranks, one says so
     assert len(re.findall(r"step:  9 .*loss:", job.stdout)) == 1
@@ -124,8 +124,8 @@ def test_a_full_disk_ends_nothing_and_is_named(phase1, tmp_path, small_disk):
     assert_same(run, run_undisturbed(tmp_path / "b", phase1, steps, 3), steps)
 
 
-def old_checkpoint(folder: Path) -> None:
-    """Make a checkpoint as large as one of this job."""
+def write_old_checkpoint(folder: Path) -> None:
+    # as large as one of this job
     folder.mkdir(parents=True)
     (folder / "__0_0.distcp").write_bytes(bytes(2 << 20))
 
@@ -137,7 +137,7 @@ def test_room_is_made_of_what_the_run_has_put_aside_alone(tmp_path):
         "checkpoint-aside/step-5.2",
         "other/step-1",
     ):
-        old_checkpoint(tmp_path / name)
+        write_old_checkpoint(tmp_path / name)
     assert make_room(tmp_path, tmp_path / "checkpoint")
     assert {str(path.relative_to(tmp_path)) for path in tmp_path.glob("*/*")} == {
         "checkpoint/step-3",
@@ -154,9 +154,9 @@ def test_a_full_disk_loses_what_was_put_aside_and_is_tried_again(phase1, tmp_pat
     run = tmp_path / "a/run"
     faults = [{"kind": "fill_disk", "step": step} for step in (3, 5)]
     faults += [{"kind": "empty_disk", "step": 8, "rank": 0}]
-    old_checkpoint(run / "checkpoint-aside/step-5.20260101T000000-1")
+    write_old_checkpoint(run / "checkpoint-aside/step-5.20260101T000000-1")
     more = ("--resilience.max_failed_saves", "1", "--checkpoint.async_mode", "disabled")
-    faulty(tmp_path / "a", phase1, 8, 3, faults, *more)
+    run_faulty(tmp_path / "a", phase1, 8, 3, faults, *more)
     events = read_lines(run / "events.jsonl")
     failed = [
         (event["step"], event["in_a_row"]) for event in events if event["kind"] == "save_failed"
@@ -172,7 +172,8 @@ def test_a_full_disk_loses_what_was_put_aside_and_is_tried_again(phase1, tmp_pat
 
 def test_a_disk_that_fills_within_a_tensor_is_named(small_disk):
     # torch's writer fails with "unexpected pos 704 vs 598" there
-    state = {"tensor": torch.zeros(6 << 20)}  # 24 MB
+    # 24 MB
+    state = {"tensor": torch.zeros(6 << 20)}
     writer = HashingWriter(str(small_disk / "step-1"), "{}")
     with pytest.raises(CheckpointException, match=r"OSError: \[Errno 28\] No space left on device"):
         dcp.save(state, storage_writer=writer, no_dist=True)
@@ -182,7 +183,7 @@ def test_failed_saves_end_the_job_where_the_disk_is_not_full_or_its_step_is_the_
     tmp_path, monkeypatch
 ):
     monkeypatch.setattr("train.failed_saves.on_rank_zero", lambda decide: decide())
-    failed = FailedSaves(tmp_path, tmp_path / "checkpoint", most=2)
+    failed = FailedSaves(tmp_path, tmp_path / "checkpoint", max_in_a_row=2)
     failed.judge(2, "RuntimeError: x")
     failed.judge(3, "Traceback\nOSError: [Errno 28] No space left on device")
     # a full disk does not count

@@ -98,7 +98,6 @@ def toy():
 
 
 def check(toy: Any, settings: dict[str, Any]) -> None:
-    """Run the checks of a start for the toy job with these settings."""
     job = copy.deepcopy(toy)
     for name, value in settings.items():
         section, _, key = name.rpartition(".")

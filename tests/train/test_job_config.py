@@ -44,7 +44,8 @@ def test_every_config_builds_its_model():
         try:
             job = load_job(["--job.config_file", str(path)])
         finally:
-            register(SPEC)  # in place of that of an experiment
+            # in place of that of an experiment
+            register(SPEC)
         arguments = copy.copy(SPEC.model_args[job.model.flavor])
         arguments.update_from_config(job)
         with torch.device("meta"):

@@ -32,22 +32,22 @@ FIGURES = (
 def mesh(lanes: int, shards: int) -> tuple[str, ...]:
     degrees = {"tensor_parallel_degree": lanes, "data_parallel_shard_degree": shards}
     return tuple(
-        each for name, value in degrees.items() for each in (f"--parallelism.{name}", str(value))
+        word for name, value in degrees.items() for word in (f"--parallelism.{name}", str(value))
     )
 
 
 def difference(row: dict, other: dict) -> float:
-    """Return the largest relative difference of the model's logged figures."""
+    # the largest relative one of the model's figures
     ours, theirs = (
-        _flat({name: value for name, value in each.items() if name in FIGURES})
-        for each in (row, other)
+        _flat({name: value for name, value in figures.items() if name in FIGURES})
+        for figures in (row, other)
     )
     return max(abs(ours[name] - value) / abs(value) for name, value in theirs.items())
 
 
 @pytest.fixture(scope="module")
 def on_lanes(phase1, tmp_path_factory):
-    """Run six steps of two lane ranks in each of two shards."""
+    # two lane ranks in each of two shards
     run = tmp_path_factory.mktemp("lanes") / "run"
     # each layer is computed twice
     more = ("--activation_checkpoint.mode", "full")
@@ -55,23 +55,23 @@ def on_lanes(phase1, tmp_path_factory):
     return run
 
 
-def test_every_figure_is_that_of_whole_ranks(on_lanes, logged_run):
-    rows, others = metrics(on_lanes), metrics(logged_run)
+def test_every_figure_is_that_of_whole_ranks(on_lanes, metrics_run):
+    rows, others = metrics(on_lanes), metrics(metrics_run)
     assert (
         [row["step"] for row in rows] == [row["step"] for row in others] == list(range(1, LAST + 1))
     )
-    assert (
-        difference(rows[0], others[0]) < 32 * EPSILON
-    )  # before AdamW makes large of small: it divides by a root
+    # before AdamW makes large of small: it divides by a root
+    assert difference(rows[0], others[0]) < 32 * EPSILON
     assert max(difference(*pair) for pair in zip(rows, others, strict=True)) < 1e-4
     assert rows[-1]["tokens"] == others[-1]["tokens"]
-    ours, theirs = weights(on_lanes, LAST), weights(logged_run, LAST)
+    ours, theirs = weights(on_lanes, LAST), weights(metrics_run, LAST)
     assert ours.keys() == theirs.keys()
     assert {name: w.shape for name, w in ours.items()} == {
         name: w.shape for name, w in theirs.items()
     }
     assert max((ours[name] - w).abs().max().item() for name, w in theirs.items()) < 1e-4
-    exported = load_weights(on_lanes / f"checkpoint/step-{LAST}", SMALL)  # as an export reads them
+    # as an export reads them
+    exported = load_weights(on_lanes / f"checkpoint/step-{LAST}", SMALL)
     assert exported.keys() == ours.keys()
     assert all(torch.equal(exported[name], w) for name, w in ours.items())
 

@@ -22,12 +22,12 @@ from train.metrics import Z_WINDOW, RunMetrics
 
 
 @pytest.mark.job
-def test_the_first_step_by_source_is_the_plain_models(logged_run, phase1):
+def test_the_first_step_by_source_is_the_plain_models(metrics_run, phase1):
     model = Laneformer(SMALL)
     model.init_weights(seed=1)
     mixture = Mixture.open(phase1)
     tokens, source = mixture.sequences(0, GLOBAL_BATCH)
-    logged = metrics(logged_run)[0]["loss_by_source"]
+    logged = metrics(metrics_run)[0]["loss_by_source"]
     for index, name in enumerate(mixture.source_names):
         if name in logged:
             expected = plain_loss(model, tokens[source == index])
@@ -38,8 +38,8 @@ def test_the_first_step_by_source_is_the_plain_models(logged_run, phase1):
 
 
 @pytest.mark.job
-def test_rows_hold_what_the_hardware_did(logged_run):
-    rows = metrics(logged_run)
+def test_rows_hold_what_the_hardware_did(metrics_run):
+    rows = metrics(metrics_run)
     assert [r["step"] for r in rows] == [1, 2, 3, 4, 5, 6]
     for row in rows:
         assert 0.05 < row["memory_gib"] < 64
@@ -57,8 +57,8 @@ def test_rows_hold_what_the_hardware_did(logged_run):
 
 
 @pytest.mark.job
-def test_rows_say_what_the_job_has_used_and_when_it_ends(logged_run):
-    rows, (start,) = metrics(logged_run), read_lines(logged_run / "attempts.jsonl")
+def test_rows_say_what_the_job_has_used_and_when_it_ends(metrics_run):
+    rows, (start,) = metrics(metrics_run), read_lines(metrics_run / "attempts.jsonl")
     for row in rows:
         # two ranks; the line is written when the model is built
         hours = 2 * (row["time"] - start["time"]) / 3600
@@ -68,26 +68,26 @@ def test_rows_say_what_the_job_has_used_and_when_it_ends(logged_run):
         left_s = (STEPS - row["step"]) * GLOBAL_BATCH * SEQ_LEN / rate
         assert row["finish_time"] - row["time"] == pytest.approx(left_s, abs=0.01)
         assert row["gpu_hours_left"] == pytest.approx(2 * left_s / 3600, abs=1e-6)
-    output = next(logged_run.parent.glob(f"{logged_run.name}.*.log")).read_text()
+    output = next(metrics_run.parent.glob(f"{metrics_run.name}.*.log")).read_text()
     line = next(
         line
         for line in output.splitlines()
         if re.search(r"step:\s+5 ", line) and "GPU-hours" in line
     )
-    used, left = rows[4]["gpu_hours"], rows[4]["gpu_hours_left"]
+    used, remaining = rows[4]["gpu_hours"], rows[4]["gpu_hours_left"]
     paid = money(used, {"gpu_hour_price": 3600, "currency": "EUR"})
-    assert f"GPU-hours: {used:,.1f} of {used + left:,.1f}  cost: {paid} of " in line
+    assert f"GPU-hours: {used:,.1f} of {used + remaining:,.1f}  cost: {paid} of " in line
     assert re.search(r"tps: .*left: \d+ s, until 20\d\d-\d\d-\d\d \d\d:\d\d UTC", line)
 
 
 @pytest.mark.job
-def test_tensorboard_holds_the_scalars(logged_run):
+def test_tensorboard_holds_the_scalars(metrics_run):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    (events,) = {path.parent for path in (logged_run / "tb").rglob("events.out*")}
+    (events,) = {path.parent for path in (metrics_run / "tb").rglob("events.out*")}
     board = EventAccumulator(str(events))
     board.Reload()
-    rows = metrics(logged_run)
+    rows = metrics(metrics_run)
 
     tags = {"loss": "loss_metrics/global_avg_loss"}
     for key in ("loss", "valid_loss", "loss_z", "grad_norm_z", "checkpoint_s", "tokens_total"):
@@ -101,12 +101,12 @@ def test_tensorboard_holds_the_scalars(logged_run):
                 values, rel=EPSILON
             )
     # wandb was asked for, and WANDB_MODE is offline
-    assert list((logged_run / "tb").rglob("offline-run-*/*.wandb"))
+    assert list((metrics_run / "tb").rglob("offline-run-*/*.wandb"))
 
 
 @pytest.fixture
 def new_attempt(tmp_path, monkeypatch):
-    """Return the metrics of a new attempt in an empty run folder."""
+    # in an empty run folder, without TorchTitan's set-up
     metrics = object.__new__(RunMetrics)
     metrics.path, metrics.rates, metrics.began = tmp_path / "metrics.jsonl", deque(), 0.0
     metrics.loss_z, metrics.grad_norm_z = RunningZ(Z_WINDOW), RunningZ(Z_WINDOW)
@@ -148,10 +148,10 @@ def test_z_scores_go_on_after_a_restart(new_attempt):
 
 
 @pytest.mark.job
-def test_layers_and_logits_are_the_plain_models(logged_run, phase1):
+def test_layers_and_logits_are_the_plain_models(metrics_run, phase1):
     # Gradient norms by layer of the whole step, streams of the first micro-batch, logits of all:
     # two ranks as one.
-    (row, *_) = metrics(logged_run)
+    (row, *_) = metrics(metrics_run)
     model = Laneformer(SMALL)
     model.init_weights(seed=1)
     tokens = torch.from_numpy(Mixture.open(phase1).sequences(0, GLOBAL_BATCH)[0])
@@ -160,7 +160,8 @@ def test_layers_and_logits_are_the_plain_models(logged_run, phase1):
         layer.register_forward_hook(lambda _, __, outputs: streams.append(outputs[0]))
     logits = model(tokens[:, :-1]).double()
     torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
-    first = GLOBAL_BATCH // 2  # two micro-batches
+    # two micro-batches
+    first = GLOBAL_BATCH // 2
     rms = [stream[:first].double().square().mean().sqrt().item() for stream in streams]
     norms = [
         sum(p.grad.double().square().sum() for p in layer.parameters()) ** 0.5

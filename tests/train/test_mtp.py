@@ -43,10 +43,10 @@ def test_ranks_change_no_step(with_head, phase1, tmp_path):
 
 
 def test_a_checkpoint_without_the_head_is_a_start_and_no_restart(
-    logged_run, with_head, phase1, tmp_path
+    metrics_run, with_head, phase1, tmp_path
 ):
     # The base stays as it was, bit for bit; the head has moved.
-    parent = logged_run / f"checkpoint/step-{STEPS}"
+    parent = metrics_run / f"checkpoint/step-{STEPS}"
     start = ("--checkpoint.initial_load_path", str(parent), "--checkpoint.initial_load_model_only")
     frozen = ("--mtp.freeze_base", "--mtp.steps", "3", "--mtp.loss_weight", "1.0")
     run = tmp_path / "after"
@@ -56,7 +56,11 @@ def test_a_checkpoint_without_the_head_is_a_start_and_no_restart(
     first, last = (row["valid_draft_loss"][0] for row in rows if "valid_loss" in row)
     # on the same held-out windows
     assert last < first
-    before, after, born = weights(logged_run, STEPS), weights(run, STEPS), weights(with_head, STEPS)
+    before, after, born = (
+        weights(metrics_run, STEPS),
+        weights(run, STEPS),
+        weights(with_head, STEPS),
+    )
     names = {name for name in after if not name.startswith("optimizer")}
     assert {name for name in names if name.startswith("mtp.")} == {
         n for n in born if n.startswith("mtp.")

@@ -1,9 +1,4 @@
-"""Test of a drafting head to its acceptance: the demo's text, a tiny model, then configs/mtp.toml.
-
-The model is the demo's after phase 1. The head learns from the same text with the model frozen, and
-is judged on held-out text: the model's own greedy outputs are loops at this size, which any head
-continues.
-"""
+"""Test of a drafting head to its acceptance: the demo's text, a tiny model, then configs/mtp.toml."""
 
 from __future__ import annotations
 
@@ -23,13 +18,15 @@ PROGRAMS = (
     "models/laneformer/titan/**/*.py",
 )
 pytestmark = [
-    pytest.mark.timeout(2700),  # 3 minutes of one core, beside whatever else runs
+    # 3 minutes of one core, beside whatever else runs
+    pytest.mark.timeout(2700),
     pytest.mark.proof(
         "configs/debug_phase1.toml", "configs/mtp.toml", "data_mixtures/demo.toml", *PROGRAMS
     ),
 ]
 BASE_STEPS, HEAD_STEPS, SEQ_LEN = 200, 160, 256
-ASKED = 0.6  # of the first draft
+# acceptance of the first draft
+MIN_ACCEPTANCE = 0.6
 
 
 def command(*words: object) -> None:
@@ -40,7 +37,7 @@ def command(*words: object) -> None:
 
 
 def job(run: Path, config: str, lock: Path, steps: int, overrides: str = "") -> Path:
-    """Return the last checkpoint of one rank's run of configs/`config`.toml."""
+    # on one rank; returns the last checkpoint
     words = f"""--job.config_file configs/{config}.toml --job.dump_folder {run} --mixture.lock {lock}
         --training.steps {steps} --validation.freq {steps} --checkpoint.interval {steps}
         --metrics.no-enable_wandb {overrides}""".split()
@@ -64,6 +61,7 @@ def test_first_drafts_are_accepted(base):
         --optimizer.lr 3e-3 --lr_scheduler.warmup_steps 10 --checkpoint.async_mode disabled
         --checkpoint.initial_load_path {base} --validation.windows_per_source 8 --mtp.steps 1"""
     head = job(folder / "head", "mtp", folder / "data/phase1.lock.json", HEAD_STEPS, shapes)
+    # on held-out text: the model's own greedy outputs are loops at this size, which any head continues
     last = metrics(head.parents[1])[-1]
     print(f"accepted by place {last['valid_acceptance']}, losses {last['valid_draft_loss']}")
-    assert last["valid_acceptance"][0] >= ASKED
+    assert last["valid_acceptance"][0] >= MIN_ACCEPTANCE

@@ -38,10 +38,11 @@ def test_groups_and_settings():
     assert (matrices["weight_decay"], scales["weight_decay"]) == (0.1, 0.0)
 
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5)
-    for group in optimizer.param_groups:  # as DCP leaves them
+    # as DCP leaves them
+    for group in optimizer.param_groups:
         group.update(lr=9.0, initial_lr=9.0, betas=(0.1, 0.1), eps=1.0, weight_decay=9.0)
-    wanted = Section(**{**SETTINGS, "lr": 2e-3, "weight_decay": 0.2})
-    apply_optimizer_settings(container, Section(schedulers=[schedule]), wanted)
+    section = Section(**{**SETTINGS, "lr": 2e-3, "weight_decay": 0.2})
+    apply_optimizer_settings(container, Section(schedulers=[schedule]), section)
     assert [group["lr"] for group in optimizer.param_groups] == [1e-3, 1e-3]
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.2, 0.0]
     assert all(

@@ -20,8 +20,8 @@ from tests.train.runs import metrics
 
 
 @pytest.mark.job
-def test_short_form(shipped_run):
-    assert_trained("phase1", shipped_run)
+def test_short_form(production_run):
+    assert_trained("phase1", production_run)
 
 
 @pytest.mark.rotate
@@ -39,10 +39,10 @@ def test_supervised_replicas_survive_a_killed_rank(phase1, tmp_path):
 
 
 @pytest.mark.rotate
-def test_phases_2_and_3_go_on_from_there(shipped_run, prepared_data, tmp_path):
+def test_phases_2_and_3_go_on_from_there(production_run, data_folder, tmp_path):
     # Phase 3 has another rope, its sources from their beginnings and, as with 80 GB, the lanes on
     # several ranks.
-    parent, lock = shipped_run, prepared_data / "phase2.lock.json"
+    parent, lock = production_run, data_folder / "phase2.lock.json"
     sources = ",".join(source["name"] for source in read_json(lock)["sources"])
     of_phase_3 = {"mixture.begin_again": sources, "parallelism.tensor_parallel_degree": 2}
     phases: tuple[tuple[str, int, dict[str, Any]], ...] = (
@@ -60,4 +60,4 @@ def test_phases_2_and_3_go_on_from_there(shipped_run, prepared_data, tmp_path):
     last = metrics(parent)[-1]
     by_position = last["valid_loss_by_position"]
     assert by_position.keys() == last["valid_loss_by_source"].keys() != set()
-    assert all("0" in each.keys() <= {"0", "16"} for each in by_position.values())
+    assert all("0" in bins.keys() <= {"0", "16"} for bins in by_position.values())

@@ -20,13 +20,13 @@ from train.data import LoaderState, MixtureLoader
 
 def show_batches(capsys: pytest.CaptureFixture[str], *words: Any) -> list[dict[str, Any]]:
     capsys.readouterr()
-    show.run(tyro.cli(show.Question, args=[*(str(each) for each in words), "--json"]), Console())
+    show.run(tyro.cli(show.Question, args=[*(str(word) for word in words), "--json"]), Console())
     return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
 
 
-def test_a_run_is_shown_as_it_read_with_skips_and_phases(prepared_data, tmp_path, capsys):
+def test_a_run_is_shown_as_it_read_with_skips_and_phases(data_folder, tmp_path, capsys):
     # Attempts as the trainer records them; the batches are those of its loader.
-    lock, skips = prepared_data / "phase2.lock.json", [(5, 9)]
+    lock, skips = data_folder / "phase2.lock.json", [(5, 9)]
     offsets = {"web": 40, "code": 170}
     loader = MixtureLoader(lock, 0, 1, GLOBAL_BATCH, 1, SkipList(skips))
     loader.begin_at(LoaderState(offsets=offsets))
@@ -49,10 +49,10 @@ def test_a_run_is_shown_as_it_read_with_skips_and_phases(prepared_data, tmp_path
     leave_out(tmp_path, skips, "step 2: the loss is nan")
     for step in range(1, 7):
         assert [
-            each["tokens"] for each in show_batches(capsys, tmp_path, "--step", step)
+            window["tokens"] for window in show_batches(capsys, tmp_path, "--step", step)
         ] == batches[step - 1]
-    assert [each["tokens"] for each in show_batches(capsys, tmp_path, "--step", 8)] == batches[6][
-        2:
-    ]
+    assert [window["tokens"] for window in show_batches(capsys, tmp_path, "--step", 8)] == batches[
+        6
+    ][2:]
     with pytest.raises(ValueError, match="no refused batch at step 3"):
         show_batches(capsys, tmp_path, "--bad-step", 3)

@@ -24,8 +24,8 @@ HYBRID = "parallelism.data_parallel_replicate_degree"
         (2, {"checkpoint.no-allow_fresh_start": ()}, "would start from random weights"),
     ],
 )
-def test_what_a_rank_would_refuse(prepared_data, tmp_path, ranks, settings, problem):
-    lock = prepared_data / "phase1.lock.json"
+def test_what_a_rank_would_refuse(data_folder, tmp_path, ranks, settings, problem):
+    lock = data_folder / "phase1.lock.json"
     flags = toy(tmp_path / "run", lock, {"training.global_batch_size": 8, **settings})
     if problem is None:
         check_start(load_job(flags, ranks), ranks)

@@ -11,7 +11,7 @@ import pytest
 from records.checkpoints import check_complete
 from records.events import STOPPED, STOPPED_UNSAVED, read_outcome
 from records.files import read_json, read_lines
-from tests.train.supervised import faulty
+from tests.train.supervised import run_faulty
 
 
 @pytest.mark.job
@@ -21,7 +21,7 @@ def test_a_stop_whose_save_fails_is_no_85(phase1, tmp_path):
         {"kind": "usr1", "step": 3, "rank": 1},
         {"kind": "full_disk", "step": 2},
     ]
-    job = faulty(tmp_path, phase1, 6, 5, faults, fails=True)
+    job = run_faulty(tmp_path, phase1, 6, 5, faults, fails=True)
     outcome = read_outcome(tmp_path / "run")
     assert (job.returncode, outcome["code"], outcome["step"]) == (84, STOPPED_UNSAVED, 3), (
         job.stdout[-3000:]
@@ -31,10 +31,10 @@ def test_a_stop_whose_save_fails_is_no_85(phase1, tmp_path):
 
 
 @pytest.mark.job
-def test_a_signal_to_all_processes_saves_as_well(prepared_data, tmp_path):
+def test_a_signal_to_all_processes_saves_as_well(data_folder, tmp_path):
     # In step 3, when those are there that have written the checkpoint of step 2 in the background.
     job = run_with_writers(
-        prepared_data, tmp_path, {"kind": "sigterm_step", "step": 3, "rank": None}, fails=True
+        data_folder, tmp_path, {"kind": "sigterm_step", "step": 3, "rank": None}, fails=True
     )
     outcome = read_outcome(tmp_path / "run")
     assert (outcome["code"], outcome["step"]) == (STOPPED, 3), (
@@ -44,10 +44,10 @@ def test_a_signal_to_all_processes_saves_as_well(prepared_data, tmp_path):
 
 
 @pytest.mark.rotate
-def test_a_writer_that_is_killed_costs_one_checkpoint(prepared_data, tmp_path):
+def test_a_writer_that_is_killed_costs_one_checkpoint(data_folder, tmp_path):
     # One rank's, in step 3: the save of step 4 fails, that of step 6 has new writers on all ranks.
     run_with_writers(
-        prepared_data, tmp_path, {"kind": "kill_writer", "step": 3, "rank": 1}, fails=False
+        data_folder, tmp_path, {"kind": "kill_writer", "step": 3, "rank": 1}, fails=False
     )
     failed = [
         e["step"] for e in read_lines(tmp_path / "run/events.jsonl") if e["kind"] == "save_failed"
@@ -64,13 +64,12 @@ def test_a_writer_that_is_killed_costs_one_checkpoint(prepared_data, tmp_path):
 def run_with_writers(
     data: Path, folder: Path, fault: dict[str, Any], fails: bool
 ) -> subprocess.CompletedProcess[str]:
-    """Run 8 steps on two ranks."""
-    # a process of each rank saves every 2 steps, the ranks themselves the last
+    # 8 steps on two ranks: a process of each rank saves every 2 steps, the ranks themselves the last
     more, module = (
         ("--checkpoint.async_mode", "async_with_pinned_mem"),
         "tests.train.production_facts",
     )
-    return faulty(
+    return run_faulty(
         folder, data / "phase1.lock.json", 8, 2, [fault], *more, module=module, fails=fails
     )
 
@@ -79,7 +78,7 @@ def run_with_writers(
 def test_all_ranks_pass_the_same_marks(phase1, tmp_path):
     # A hang blames the rank that has passed fewest, so every place where ranks wait for each other
     # has one.
-    faulty(tmp_path, phase1, 2, 2, [], "--validation.freq", "2")
+    run_faulty(tmp_path, phase1, 2, 2, [], "--validation.freq", "2")
     first, second = (read_json(tmp_path / f"marks.{rank}.json") for rank in range(2))
     assert first == second
     parts = (

@@ -19,7 +19,7 @@ from laneformer import Engine
 from laneformer.hf.export import export
 from tests.records.lines import write_lines
 from tests.tokenizer_assets import byte_level, save
-from tests.train.runs import succeed
+from tests.train.runs import train_toy
 from tests.train.sft import chats
 
 pytestmark = pytest.mark.rotate
@@ -59,9 +59,9 @@ def test_from_a_recipe_to_a_model_that_others_load(tmp_path):
     assert shards.read_manifest(data / "mine")["token_bytes"] == encoder.dtype.itemsize == 4
 
     size = ("--architecture.vocab_size", "66144", "--model.mask_documents", "--training.steps", "2")
-    trained = succeed(tmp_path / "run", lock, *size)
+    trained = train_toy(tmp_path / "run", lock, *size)
     assert abs(trained[0]["loss"] - np.log(66144)) < 0.1
-    assert sorted(each.name for each in shards.tokenizer_files(tmp_path / "run")) == [
+    assert sorted(path.name for path in shards.tokenizer_files(tmp_path / "run")) == [
         "tokenizer.json",
         "tokenizer_config.json",
     ]
@@ -73,9 +73,9 @@ def test_from_a_recipe_to_a_model_that_others_load(tmp_path):
     assert process.returncode == 0, process.stderr[-3000:]
     answer = json.loads(process.stdout.splitlines()[-1])
     tokens, lengths = encoder.encode(TEXTS)
-    documents = [each.tolist() for each in np.split(tokens, np.cumsum(lengths)[:-1])]
+    documents = [document.tolist() for document in np.split(tokens, np.cumsum(lengths)[:-1])]
     # as in training, up to the end of the document
-    assert answer["ids"] == [each[:-1] for each in documents[:2]]
+    assert answer["ids"] == [document[:-1] for document in documents[:2]]
     assert answer["decoded"] == TEXTS[:2]
     assert answer["special"] == [66136, 66137, 66138, 66137]
     with Engine.from_pretrained(folder, device="cpu") as engine:

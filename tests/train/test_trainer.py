@@ -23,12 +23,13 @@ from tests.train.runs import (
 
 
 @pytest.mark.job
-def test_run_folder_and_metrics(whole_run, prepared_data):
+def test_run_folder_and_metrics(whole_run, data_folder):
     rows = metrics(whole_run)
     assert [r["step"] for r in rows] == [1, 2, 3, 4]
     assert all(r["attempt"] == 1 and r["phase"] == "phase1" for r in rows)
     assert rows[-1]["tokens"] == STEPS * GLOBAL_BATCH * SEQ_LEN == rows[-1]["tokens_total"]
-    assert abs(rows[0]["loss"] - math.log(SMALL.vocab_size)) < 0.1  # a fresh model knows nothing
+    # a fresh model knows nothing
+    assert abs(rows[0]["loss"] - math.log(SMALL.vocab_size)) < 0.1
     assert rows[0]["lr"] == 3e-3 > rows[-1]["lr"]
     # a CPU has no datasheet peak to compare with
     assert rows[0]["mfu"] is None
@@ -67,7 +68,7 @@ def test_neither_recomputed_layers_nor_kernels_that_are_replaced_change_a_bit(
 
 
 @pytest.mark.job
-def test_hybrid_sharding_is_the_same_job(logged_run, phase1, tmp_path):
+def test_hybrid_sharding_is_the_same_job(metrics_run, phase1, tmp_path):
     # Two replicas of two shards and two micro-batches, as the 2B recipe has: the losses of plain
     # FSDP, to rounding.
     mesh = (
@@ -76,7 +77,7 @@ def test_hybrid_sharding_is_the_same_job(logged_run, phase1, tmp_path):
     facts = "--experimental.custom_import tests.train.production_facts"
     hybrid = f"{mesh} {facts} --training.local_batch_size 1 --validation.no-enable"
     rows = train_logged(tmp_path / "hsdp", phase1, *hybrid.split(), ranks=4)
-    for row, whole in zip(rows[:2], metrics(logged_run)[:2], strict=True):
+    for row, whole in zip(rows[:2], metrics(metrics_run)[:2], strict=True):
         assert abs(row["loss"] - whole["loss"]) < 1e-5
         assert abs(row["grad_norm"] - whole["grad_norm"]) < 1e-3 * whole["grad_norm"]
     exchanges = read_json(tmp_path / "hsdp/facts.json")["reductions"]
@@ -85,10 +86,10 @@ def test_hybrid_sharding_is_the_same_job(logged_run, phase1, tmp_path):
 
 
 @pytest.mark.job
-def test_a_start_warns_of_nothing(logged_run):
+def test_a_start_warns_of_nothing(metrics_run):
     # What a user reads there is to be about the job; a warning that is new needs an answer or a
     # reason.
-    (log,) = logged_run.parent.glob(f"{logged_run.name}.*.log")
+    (log,) = metrics_run.parent.glob(f"{metrics_run.name}.*.log")
     lines = log.read_text().splitlines()
     assert any("Training starts" in line for line in lines)
     of_so_few_steps = "exceed total steps"

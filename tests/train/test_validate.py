@@ -12,26 +12,27 @@ from torchtitan.components.loss import IGNORE_INDEX
 from data_mixtures.mixture import Mixture, valid_windows
 from tests.train.logged import EPSILON, STEPS, WINDOWS, checkpoint_model, plain_loss
 from tests.train.runs import SEQ_LEN, metrics
-from train.validate import deal_out, octave_sums, octaves
+from train.validate import deal_out, list_octaves, sum_octaves
 
 
 @pytest.mark.job
-def test_validation_is_the_checkpoints_loss_in_one_process(logged_run, prepared_data):
+def test_validation_is_the_checkpoints_loss_in_one_process(metrics_run, data_folder):
     # Fifteen windows on two ranks of four: one more is padded, which must not count.
-    rows = metrics(logged_run)
+    rows = metrics(metrics_run)
     assert [r["step"] for r in rows if "valid_loss" in r] == [3, 6]
-    mixture = Mixture.open(prepared_data / "phase1.lock.json")
+    mixture = Mixture.open(data_folder / "phase1.lock.json")
     weights = dict(zip(mixture.source_names, mixture.weights, strict=True))
-    model = checkpoint_model(logged_run, STEPS)
+    model = checkpoint_model(metrics_run, STEPS)
     expected = {
-        name: plain_loss(model, valid_windows(prepared_data, name, WINDOWS)) for name in weights
+        name: plain_loss(model, valid_windows(data_folder, name, WINDOWS)) for name in weights
     }
     total = sum(weights[name] * expected[name] for name in weights) / sum(weights.values())
     # a sum of float32 over a sequence, and the logits' own
     rounding = 2 * SEQ_LEN * EPSILON * total
     for name, loss in rows[-1]["valid_loss_by_source"].items():
         assert abs(loss - expected[name]) < rounding, name
-        halves = rows[-1]["valid_loss_by_position"][name]  # of windows of 32 tokens
+        # of windows of 32 tokens
+        halves = rows[-1]["valid_loss_by_position"][name]
         assert halves.keys() == {"0", "16"}
         assert abs(sum(halves.values()) / 2 - loss) < rounding
     assert abs(rows[-1]["valid_loss"] - total) < rounding
@@ -42,9 +43,9 @@ def test_validation_is_the_checkpoints_loss_in_one_process(logged_run, prepared_
 def test_a_position_counts_from_the_beginning_of_its_document():
     # Two documents of 40 and 24 tokens in a window, then one of 64; every fourth token is
     # untrained.
-    assert octaves(64) == [0, 16, 32]
-    assert octaves(65) == [0, 16, 32, 64]
-    assert octaves(16) == [0]
+    assert list_octaves(64) == [0, 16, 32]
+    assert list_octaves(65) == [0, 16, 32, 64]
+    assert list_octaves(16) == [0]
     documents = torch.tensor([[1] * 40 + [2] * 24, [1] * 64])
     losses = torch.arange(128, dtype=torch.float32).view(2, 64)
     labels = torch.where(torch.arange(64) % 4 == 3, IGNORE_INDEX, 5).expand(2, 64)
@@ -55,8 +56,8 @@ def test_a_position_counts_from_the_beginning_of_its_document():
         inside = (position >= first) & (position < end)
         expected[:, octave] = (losses * inside).sum(1)
         expected[:, 3 + octave] = (inside & (labels != IGNORE_INDEX)).sum(1)
-    assert torch.equal(octave_sums(losses, labels, documents, octaves(64)), expected)
-    whole = octave_sums(losses[:1], labels[:1], None, octaves(64))
+    assert torch.equal(sum_octaves(losses, labels, documents, list_octaves(64)), expected)
+    whole = sum_octaves(losses[:1], labels[:1], None, list_octaves(64))
     # without marks of documents a position is one in the window
     assert whole[0, 3:].tolist() == [12, 12, 24]
 

@@ -1,4 +1,4 @@
-"""`python -m tools.check NAME ...` runs a check, such as `python -m tools.check engine tiny`."""
+"""Run a check by its name, such as `python -m tools.check engine tiny`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ def main() -> None:
             file=sys.stderr,
         )
         raise SystemExit(0 if name in ("-h", "--help") else 2)
-    del sys.argv[1]  # the other arguments are the check's own
+    # the other arguments are the check's own
+    del sys.argv[1]
     importlib.import_module(f"tools.check.{name}").main()
 
 

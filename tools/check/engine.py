@@ -2,9 +2,7 @@
 
     python -m tools.check engine runs/demo/hf        python -m tools.check engine tiny
 
-The reference is model.py in float64; the engine may err by four times Transformers' float32 error
-on the same weights. The gate must refuse an engine with one planted fault, and module outputs must
-locate it. A flavor gets random weights of unit gain, so that every module matters.
+The reference is model.py in float64; the engine may err by four times Transformers' float32 error.
 
     S positions   V vocabulary
 """
@@ -113,15 +111,17 @@ def check(
         greedy = check_greedy(engine, single_model, options, tie)
     modules = module_report(config, partials, truth.outputs, positions, options.math)
     errors = {
-        name: relative_errors(each, truth.logits[: len(each)]) for name, each in logits.items()
+        name: relative_errors(values, truth.logits[: len(values)])
+        for name, values in logits.items()
     }
     worst = {name: float(error.max()) for name, error in errors.items()}
     allowed = factor * worst[yardstick]
     kl, kl_bf16 = (
-        mean_kl(logits["hf_fp32"][: len(each)], each) for each in (logits["engine"], half)
+        mean_kl(logits["hf_fp32"][: len(values)], values) for values in (logits["engine"], half)
     )
     console.print(f"{options.runs} repeated runs each on {options.threads} threads", style="dim")
     differing = count_differing_runs(config, weights, ids[:REPEATED_POSITIONS], options)
+    # the gate must refuse an engine with one planted fault, and module outputs must locate it
     faults, fault_gates = plant_faults(config, weights, truth, options, allowed)
     gates = {
         "modules": at_most(modules["of_allowed"], 1.0),
@@ -154,7 +154,6 @@ def list_tables(
     worst: dict[str, float],
     greedy: dict[str, Any],
 ) -> dict[str, list[dict[str, Any]]]:
-    """Return rows by title."""
     columns = ("depth", *worst)
     rows = [{name: row.get(name) for name in columns} for row in by_depth]
     tables = {
@@ -172,14 +171,14 @@ def plant_faults(
 ) -> tuple[dict[str, float], dict[str, Any]]:
     """Return the largest relative error by planted fault, and gates: refused, and located."""
     faults, gates, ids = dict[str, float](), dict[str, Any](), truth.ids[:FAULT_POSITIONS]
-    near = [position for position in truth.positions if position < FAULT_POSITIONS]
+    nearest = [position for position in truth.positions if position < FAULT_POSITIONS]
     for name, planted_in, wrong_config, wrong_weights in make_faults(config, weights):
         with engine_of(wrong_config, wrong_weights, options) as engine:
-            wrong, partials = engine.logits(ids), engine._partials(ids, near)
+            wrong, partials = engine.logits(ids), engine._partials(ids, nearest)
         faults[name] = error = float(relative_errors(wrong, truth.logits[:FAULT_POSITIONS]).max())
-        located = module_report(config, partials, truth.outputs[: len(near)], near, options.math)[
-            "first_wrong"
-        ]
+        located = module_report(
+            config, partials, truth.outputs[: len(nearest)], nearest, options.math
+        )["first_wrong"]
         gates[f"refuses: {name}"] = error, allowed, error > allowed
         gates[f"locates: {name}"] = equal(located, planted_in)
     return faults, gates
@@ -188,6 +187,7 @@ def plant_faults(
 def engine_of(
     config: LaneformerConfig, weights: Weights, options: Options, threads: int | None = None
 ) -> Engine:
+    # keys and values in float32, as the reference has them
     return Engine(config, tensors_of(weights), threads=threads, math=options.math, kv_dtype="fp32")
 
 
@@ -205,6 +205,7 @@ def count_differing_runs(
                     ids[:3], max_new_tokens=4, temperature=1.0, ignore_eos=True
                 )
                 result = engine.logits(ids).tobytes(), sampled
+                # over all numbers of threads: they must not decide the order of a sum
                 first = first or result
                 differing += result != first
     return differing

@@ -1,4 +1,4 @@
-"""Shared parts of the CPU engine's checks: options, models, gates, greedy tokens, the command."""
+"""Run a check as a command: the options, models, gates and greedy tokens that checks share."""
 
 from __future__ import annotations
 
@@ -33,13 +33,12 @@ from tools.markdown import records
 ROOT = Path(__file__).resolve().parents[2]
 # figure, what is allowed, and whether the check holds; None: not measured here
 Gate = tuple[Any, Any, bool | None]
-MARGIN = 4.0  # another order of summation changes a rounding error's value, hardly its size
+# another order of summation changes a rounding error's value, hardly its size
+MARGIN = 4.0
 
 
 @dataclass
 class ModelOptions:
-    """Options of every check of a model."""
-
     model: Annotated[str, tyro.conf.Positional]
     """A Hugging Face folder (the Llama family's, too) or a GGUF file; for `engine` also a flavor (2b, 300m, tiny)
     with random bf16 weights.
@@ -88,11 +87,11 @@ def run_check(
             write_atomically(options.out, text)
         raise SystemExit(not report["ok"])
 
+    # 1 is the status of a check that fails
     run_command(name, run, status=2)
 
 
 def write_page(title: str, tables: Mapping[str, Any], report: Mapping[str, Any]) -> str:
-    """Verdict and tables in Markdown."""
     words = "all checks hold" if report["ok"] else f"FAILED: {', '.join(report['failed'])}"
     parts = [f"# {title or report['model']}: {words}"]
     parts.append(f"Code {report['code_version']}, {report['seconds']:.0f} s.")
@@ -115,7 +114,8 @@ def load(name: str, dtype: str = "auto") -> tuple[LaneformerConfig, Weights]:
 
 
 def at_most(figure: Any, allowed: Any) -> Gate:
-    return figure, allowed, figure <= allowed  # NaN never is
+    # NaN never is
+    return figure, allowed, figure <= allowed
 
 
 def equal(figure: Any, expected: Any) -> Gate:

@@ -1,8 +1,4 @@
-"""Which of our modules uses which: arrows between packages and circles between modules.
-
-An edge goes from a module to each that it imports (lazily and for typing, too) or names in a string
-of its own: a process (`"-m", "evals.watch"`), a plugin (`custom_import`) or a dotted name.
-"""
+"""Find which of our modules uses which: arrows between packages and circles between modules."""
 
 from __future__ import annotations
 
@@ -26,7 +22,8 @@ GROUND = {"records", "laneformer", "data_mixtures"}
 MAY_USE: dict[str, set[str]] = {
     "records": set(),
     "laneformer": set(),
-    "data_mixtures": {"records", "laneformer"},  # which says what its export takes
+    # laneformer says what tokenizers its export takes
+    "data_mixtures": {"records", "laneformer"},
     "train": GROUND,
     "evals": GROUND,
     "tools": set(PACKAGES),
@@ -42,14 +39,14 @@ NAMED = re.compile(r'"-m",\s*"(\w+)"|"(\w+(?:\.\w+)+)(?::\w+)?"|f"(\w+)\.[\w.]*\
 
 @dataclass(frozen=True, order=True)
 class Edge:
-    """`source` uses `target`, both dotted module names; process: by a string, not an import."""
+    """`source` uses `target`, both dotted module names; `process` is by a string, not an import."""
 
     source: str
     target: str
     process: bool = False
 
 
-def modules(root: Path) -> dict[str, Path]:
+def list_modules(root: Path) -> dict[str, Path]:
     """Return every module of ours by its dotted name; a package has its folder's name."""
     paths = {}
     for package, folder in PACKAGES.items():
@@ -75,19 +72,24 @@ def list_imports(tree: ast.Module, package: str) -> Iterator[tuple[str, str]]:
 
 def find_names(text: str) -> set[str]:
     """Return modules and other dotted names in the strings of a Python or TOML file."""
+    # a module that a comment mentions is not used
     code = re.sub(r"(?m)#.*$", "", text).replace("'", '"')
     return {"".join(groups) for groups in NAMED.findall(code)}
 
 
-def edges(root: Path) -> set[Edge]:
+def find_edges(root: Path) -> set[Edge]:
     """Return all edges between two of our modules; a TOML file counts as its package."""
-    ours = modules(root)
+    # imports (lazy ones and those for typing, too), and strings that name a process (`"-m", "evals.watch"`)
+    # or a plugin (`custom_import`)
+    ours = list_modules(root)
     arrows = set()
     for module, path in ours.items():
         text = path.read_text(encoding="utf-8")
         for target, name in list_imports(ast.parse(text, str(path)), package_of(module, path)):
+            # `from a import b` uses the module a.b if there is one, else a
             arrows.add(Edge(module, f"{target}.{name}" if f"{target}.{name}" in ours else target))
         for name in ours.keys() & find_names(text):
+            # `-m a` runs a.__main__
             command = f"{name}.__main__"
             arrows.add(Edge(module, command if command in ours else name, process=True))
     for owner, folder in PACKAGES.items():
@@ -107,17 +109,19 @@ def only_starts(edge: Edge) -> bool:
     return edge.process and allowed is not None and edge.target.startswith(allowed)
 
 
-def broken_arrows(arrows: set[Edge]) -> list[str]:
+def find_forbidden_edges(arrows: set[Edge]) -> list[str]:
     """Return the edges that leave a package for one which it may not use."""
-    broken = []
+    forbidden = []
     for edge in sorted(arrows):
         source, target = edge.source.split(".")[0], edge.target.split(".")[0]
         if target not in {source, *MAY_USE[source]} and not only_starts(edge):
-            broken.append(f"{edge.source} {'names' if edge.process else 'imports'} {edge.target}")
-    return broken
+            forbidden.append(
+                f"{edge.source} {'names' if edge.process else 'imports'} {edge.target}"
+            )
+    return forbidden
 
 
-def folder_edges(arrows: set[Edge]) -> set[Edge]:
+def find_folder_edges(arrows: set[Edge]) -> set[Edge]:
     """Return each edge between the neighbours (files or folders of one parent) that it connects.
 
     Circles of these are circles of folders: `a.b.x -> a.c.y` and `a.c.z -> a.b.w` make
@@ -126,6 +130,7 @@ def folder_edges(arrows: set[Edge]) -> set[Edge]:
     neighbours = set()
     for edge in arrows:
         source, target = edge.source.split("."), edge.target.split(".")
+        # names that both paths begin with: the edge connects the first two that differ
         shared = 0
         while source[shared:][:1] == target[shared:][:1] != []:
             shared += 1
@@ -134,9 +139,10 @@ def folder_edges(arrows: set[Edge]) -> set[Edge]:
     return neighbours
 
 
-def circles(arrows: set[Edge]) -> list[list[str]]:
+def find_circles(arrows: set[Edge]) -> list[list[str]]:
     """Return sorted groups of modules that all reach each other (strongly connected components)."""
-    import networkx  # here: a plugin of the tests reads imports at every start
+    # here: a plugin of the tests reads imports at every start
+    import networkx
 
     graph = networkx.DiGraph((edge.source, edge.target) for edge in arrows)
     groups = networkx.strongly_connected_components(graph)

@@ -1,4 +1,4 @@
-"""A job that is killed: named as `experimental.custom_import` by `python -m tools.check train`."""
+"""Kill a job in front of a step: named as `experimental.custom_import` by `python -m tools.check train`."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ from typing import Any
 import train.spec  # noqa: F401 - what custom_import names otherwise
 from train.trainer import LaneformerTrainer
 
-KILL_AT = "LANEFORMER_KILL_AT"  # environment variable: the step in front of which every rank ends
+# environment variable: the step in front of which every rank ends
+KILL_AT = "LANEFORMER_KILL_AT"
 train_step = LaneformerTrainer.train_step
 
 
 def kill_before_step(self: LaneformerTrainer, data_iterator: Any) -> None:
     if self.step == int(os.environ[KILL_AT]):
-        self.checkpointer.finish()  # a save under way would end with this process, and nothing be resumed
+        # a save under way would end with this process, and nothing be resumed
+        self.checkpointer.finish()
         os.kill(os.getpid(), signal.SIGKILL)
     train_step(self, data_iterator)
 

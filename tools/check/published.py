@@ -54,6 +54,7 @@ def check(options: Options, console: Console) -> dict[str, Any]:
     path = Path(options.model)
     config, weights = load(options.model, "fp32")
     length = min(options.positions, config.max_position_embeddings)
+    # random ids: every matrix and every row of the embedding matters alike
     ids = np.random.default_rng(0).integers(0, config.vocab_size, length).tolist()
     console.print(f"model.py in float64 on {length} positions", style="dim")
     exact = compute_logits(plain_model(config, weights), ids)
@@ -70,14 +71,15 @@ def check(options: Options, console: Console) -> dict[str, Any]:
     # a lead below the errors of both sides may go either way
     tie = 2 * (MARGIN + 1) * float(np.abs(logits["modeling code"] - exact).max())
     console.print("the engine", style="dim")
-    dtype = "fp32" if path.is_file() else "auto"  # a GGUF file's weights as they are
+    # a GGUF file's weights as they are
+    dtype = "fp32" if path.is_file() else "auto"
     with Engine.from_pretrained(path, device="cpu", dtype=dtype, cache=False) as engine:
         logits["engine"] = engine.logits(ids)
         greedy = check_greedy(engine, published, options, tie) if published is not None else {}
-    errors = {who: float(relative_errors(each, exact).max()) for who, each in logits.items()}
+    errors = {side: float(relative_errors(values, exact).max()) for side, values in logits.items()}
     allowed = MARGIN * errors["modeling code"]
     gates: dict[str, Any] = {
-        f"logits: {who}": at_most(error, allowed) for who, error in errors.items()
+        f"logits: {side}": at_most(error, allowed) for side, error in errors.items()
     }
     gates["greedy tokens"] = greedy.get("unexplained"), 0, not greedy.get("unexplained")
     return {
@@ -102,7 +104,8 @@ def load_published(options: Options) -> Any:
         return None
     try:
         return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **arguments).eval()
-    except Exception as error:  # of whatever kind the folder's code raises
+    except Exception as error:
+        # of whatever kind the folder's code raises
         raise ValueError(f"the published code of {options.model} does not load: {error}") from error
 
 

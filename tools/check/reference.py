@@ -1,9 +1,6 @@
-"""References for checks of an engine: random weights, PyTorch and Transformers models, faults.
+"""Make references for checks of an engine: random weights, PyTorch and Transformers models, faults.
 
-Logits show that something is wrong, module outputs where: at the first one beyond rounding
-(`limit_error`). Needs only torch and Transformers, so it runs where the CPU engine is not built.
-
-    S positions   P chosen positions   V vocabulary   N layers   L lanes   D hidden
+S positions   P chosen positions   V vocabulary   N layers   L lanes   D hidden
 """
 
 from __future__ import annotations
@@ -27,7 +24,8 @@ from laneformer.tensors import STORED_TYPES, Tensor, dtype_name
 TORCH_DTYPES = {name: getattr(torch, stored.torch) for name, stored in STORED_TYPES.items()}
 # unit roundoff: the largest relative error of one rounding to nearest
 FP32, BF16 = 2.0**-24, 2.0**-9
-BLOCK = 128  # positions of a prompt that the engine reads at a time
+# positions of a prompt that the engine reads at a time
+BLOCK = 128
 # of a module's matrices in a row: the normed stream, then the mixed values or the gated ones
 ROUNDED_INPUTS = 2
 # by a product of two inexact factors (gate and up, scores and values), in both modules of a layer
@@ -48,6 +46,7 @@ def random_weights(
     weights = {}
     for name, shape in shapes.items():
         noise = torch.randn(shape, generator=generator, device=device)
+        # unit gain, so that every module matters: a fault in a weak one would drown in rounding
         gain = 1.0 if name.startswith("tok_embeddings") else shape[-1] ** -0.5
         weights[name] = (1 + 0.2 * noise if name.endswith("norm.weight") else gain * noise).to(
             dtype
@@ -108,7 +107,7 @@ def relative_errors(logits: np.ndarray, reference: np.ndarray) -> np.ndarray:
 
 
 def mean_kl(logits: np.ndarray, others: np.ndarray) -> float:
-    """KL(softmax(logits) || softmax(others)), mean over positions, in nats."""
+    """Return KL(softmax(logits) || softmax(others)), mean over positions, in nats."""
     p, q = (torch.log_softmax(torch.from_numpy(x).double(), -1) for x in (logits, others))
     return float(kl_div(q, p, reduction="batchmean", log_target=True))
 
@@ -154,24 +153,23 @@ def compare_greedy(
     diverged, tokens = [], []
     for index, prompt in enumerate(prompts):
         continuation = ours(prompt)
-        expected, ahead = theirs(prompt, len(continuation))
+        expected, leads = theirs(prompt, len(continuation))
         tokens.append(continuation)
         if continuation != expected:
             first = int(np.argmax(np.not_equal(continuation, expected)))
             diverged.append(
-                {"prompt": index, "token": first, "lead": ahead[first], "tie": tie_of(prompt)}
+                {"prompt": index, "token": first, "lead": leads[first], "tie": tie_of(prompt)}
             )
     return {
         "prompts": len(prompts),
         "same": len(prompts) - len(diverged),
         "diverged": diverged,
         "ids": tokens,
-        "unexplained": sum(each["lead"] > each["tie"] for each in diverged),
+        "unexplained": sum(row["lead"] > row["tie"] for row in diverged),
     }
 
 
 # --- every module's partial output, per layer, module and lane
-# ----------------------------------------------------
 
 
 @torch.no_grad()
@@ -179,7 +177,8 @@ def model_outputs(
     model: Laneformer, ids: Sequence[int], positions: Sequence[int]
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return logits (S, V) and partial outputs (P, N, 2, L, D), both in the model's dtype."""
-    outputs: list[torch.Tensor] = []  # in order of execution
+    # in order of execution
+    outputs: list[torch.Tensor] = []
 
     def keep(module: Any, inputs: Any, out: torch.Tensor) -> None:
         outputs.append(out[0, list(positions)])
@@ -194,7 +193,6 @@ def model_outputs(
 
 
 def windows(config: LaneformerConfig) -> set[int]:
-    """Lengths of the layers' windows."""
     return set(filter(None, map(config.window, range(config.num_hidden_layers))))
 
 
@@ -205,10 +203,11 @@ def length_beyond_windows(config: LaneformerConfig, more: int) -> int:
 
 def choose_positions(config: LaneformerConfig, length: int) -> list[int]:
     """Return the first positions, those around each window's edge, a block after it, the last."""
-    wanted = {0, 1, 10, length - 1}
+    positions = {0, 1, 10, length - 1}
+    # an off-by-one of a window shows at its edge alone
     for window in windows(config):
-        wanted |= {window + step for step in (-2, -1, 0, 16, BLOCK)}
-    return sorted(p for p in wanted if 0 <= p < length)
+        positions |= {window + step for step in (-2, -1, 0, 16, BLOCK)}
+    return sorted(p for p in positions if 0 <= p < length)
 
 
 def output_errors(partials: np.ndarray, reference: np.ndarray) -> np.ndarray:
@@ -244,9 +243,11 @@ def module_report(
     math: str,
 ) -> dict[str, Any]:
     """Return errors by depth and module, worst over lanes, and the first module out of bounds."""
-    errors = output_errors(partials, reference).max(-1)  # (P, N, 2)
+    # logits show that something is wrong, module outputs where: at the first one beyond rounding; (P, N, 2)
+    errors = output_errors(partials, reference).max(-1)
     of_allowed = errors / np.array([limit_error(config, position, math) for position in positions])
-    wrong = ~(of_allowed <= 1).all(0)  # NaN never is
+    # NaN never is
+    wrong = ~(of_allowed <= 1).all(0)
     by_depth = [
         {
             "depth": position + 1,
@@ -277,8 +278,8 @@ def first_affected(config: LaneformerConfig, other: LaneformerConfig) -> list[An
     """Return the first module whose join differs between two configs; None if only the head's."""
 
     def describe_join(config: LaneformerConfig, layer: int, module: str) -> tuple[Join, int | None]:
-        how, source = config.join(layer, module), layer - config.broadcast_delay
-        return how, source if how == Join.PAST and config.broadcasts(source, module) else None
+        join, source = config.join(layer, module), layer - config.broadcast_delay
+        return join, source if join == Join.PAST and config.broadcasts(source, module) else None
 
     modules = [(layer, module) for layer in range(config.num_hidden_layers) for module in MODULES]
     changed = [
@@ -288,11 +289,11 @@ def first_affected(config: LaneformerConfig, other: LaneformerConfig) -> list[An
 
 
 # --- planted faults
-# ----------------------------------------------------------------------------------------------
 
 
 def make_faults(config: LaneformerConfig, weights: Weights) -> Iterator[Fault]:
     """Yield each fault that the architecture can have, as small as it can be."""
+    # all faults concern lanes
     if config.num_lanes < 2:
         return
     layer = config.num_hidden_layers // 2
@@ -301,20 +302,21 @@ def make_faults(config: LaneformerConfig, weights: Weights) -> Iterator[Fault]:
     swapped[[0, 1]] = weights[name][[1, 0]]
     yield "two lanes of one matrix swapped", [layer, "mlp"], config, {**weights, name: swapped}
     modules = [(i, m) for i in range(config.num_hidden_layers) for m in MODULES]
-    lost = [without_message(config, module) for module in modules if config.broadcasts(*module)]
-    if lost:  # the last one that a module still reads, not the head alone
-        wrong = next((c for c in reversed(lost) if first_affected(config, c)), lost[-1])
+    muted = [without_message(config, module) for module in modules if config.broadcasts(*module)]
+    if muted:
+        # the last one that a module still reads, not the head alone
+        wrong = next((c for c in reversed(muted) if first_affected(config, c)), muted[-1])
         yield "one module's remote partials dropped", first_affected(config, wrong), wrong, weights
     if any(config.join(*module) == Join.PAST for module in modules):
         later = dataclasses.replace(config, broadcast_delay=config.broadcast_delay + 1)
         yield "delay one more", first_affected(config, later), later, weights
 
 
-def without_message(config: LaneformerConfig, lost: tuple[int, str]) -> LaneformerConfig:
+def without_message(config: LaneformerConfig, muted: tuple[int, str]) -> LaneformerConfig:
     """Return the config with the message of (layer, module) to the other lanes removed."""
 
     def broadcasts(self: LaneformerConfig, layer: int, module: str) -> bool:
-        return (layer, module) != lost and LaneformerConfig.broadcasts(self, layer, module)
+        return (layer, module) != muted and LaneformerConfig.broadcasts(self, layer, module)
 
     deaf: type[LaneformerConfig] = type("Deaf", (LaneformerConfig,), {"broadcasts": broadcasts})
     return deaf.from_dict(config.to_dict())

@@ -1,10 +1,7 @@
 """Check the size and structure of the tree; exit status 1 if something has grown.
 
-    python -m tools.check structure            check
-    python -m tools.check structure --write    write today's counts into size.json
-
-The tree may exceed the smallest value that a count of size.json had in any commit by
-RATCHET_SLACK, so a change can only spend what was removed before it.
+python -m tools.check structure            check
+python -m tools.check structure --write    write today's counts into size.json
 """
 
 from __future__ import annotations
@@ -24,10 +21,18 @@ import tyro
 
 from tools.markdown import table
 
-from .imports import PACKAGES, broken_arrows, circles, edges, folder_edges
+from .imports import (
+    PACKAGES,
+    find_circles,
+    find_edges,
+    find_folder_edges,
+    find_forbidden_edges,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 SIZE_FILE = "tools/check/size.json"
+# the tree may exceed the smallest value that a count of size.json had in any commit by this share, so a
+# change can only spend what was removed before it
 RATCHET_SLACK = 0.015
 # lines; the class is the longest of today: it falls to 200
 LIMITS = {"file": 400, "kernel file": 600, "function": 60, "class": 200}
@@ -58,25 +63,25 @@ class Measure:
         return self.value <= self.limit
 
 
-def measures() -> list[Measure]:
+def measure_tree() -> list[Measure]:
     """Return every measure of this checkout with its limit."""
-    arrows = edges(ROOT)
-    broken = {
-        "import circles of modules": [" <-> ".join(group) for group in circles(arrows)],
+    arrows = find_edges(ROOT)
+    violations = {
+        "import circles of modules": [" <-> ".join(group) for group in find_circles(arrows)],
         "import circles of folders": [
-            " <-> ".join(group) for group in circles(folder_edges(arrows))
+            " <-> ".join(group) for group in find_circles(find_folder_edges(arrows))
         ],
-        "imports that the plan forbids": broken_arrows(arrows),
+        "imports that the plan forbids": find_forbidden_edges(arrows),
     }
     return [
-        *(Measure(name, len(rows), 0, rows) for name, rows in broken.items()),
-        *length_measures(ROOT),
-        *ratchet_measures(ROOT),
+        *(Measure(name, len(rows), 0, rows) for name, rows in violations.items()),
+        *measure_lengths(ROOT),
+        *measure_sizes(ROOT),
     ]
 
 
-def ratchet_measures(root: Path) -> list[Measure]:
-    smallest = smallest_sizes(root)
+def measure_sizes(root: Path) -> list[Measure]:
+    smallest = read_smallest_sizes(root)
     return [
         Measure(name.replace("_", " "), size, round(smallest[name] * (1 + RATCHET_SLACK)))
         for name, size in count_sizes(root).items()
@@ -100,7 +105,7 @@ def count_sizes(root: Path) -> dict[str, int]:
     return sizes
 
 
-def smallest_sizes(root: Path) -> dict[str, int]:
+def read_smallest_sizes(root: Path) -> dict[str, int]:
     """Return the smallest value of each count in size.json, now or in git's history."""
     # whoever needs room cannot edit the history; without git (a tarball) the file alone counts
     smallest: dict[str, int] = json.loads((root / SIZE_FILE).read_text())
@@ -115,11 +120,11 @@ def smallest_sizes(root: Path) -> dict[str, int]:
 def count_tokens(text: str) -> int:
     """Count tokens of a Python source without comments, docstrings, line ends and indentation."""
     # not lines: a budget in lines rewards dense ones
-    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    owners = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     docstrings = {
         node.body[0].lineno
         for node in ast.walk(ast.parse(text))
-        if isinstance(node, documented) and ast.get_docstring(node, clean=False) is not None
+        if isinstance(node, owners) and ast.get_docstring(node, clean=False) is not None
     }
     return sum(
         token.type not in LAYOUT
@@ -128,13 +133,13 @@ def count_tokens(text: str) -> int:
     )
 
 
-def length_measures(root: Path) -> list[Measure]:
+def measure_lengths(root: Path) -> list[Measure]:
     """Return the longest file, function and class of the source, and all above the limits."""
     lengths: dict[str, list[tuple[int, str]]] = {kind: [] for kind in LIMITS}
     for folder in PACKAGES.values():
         for path in sorted((root / folder).rglob("*")):
             if path.suffix == ".py" or path.suffix in NATIVE:
-                for kind, lines, name in lengths_in(path):
+                for kind, lines, name in list_lengths(path):
                     lengths[kind].append((lines, f"{path.relative_to(root)} {name}"))
     return [
         Measure(
@@ -147,7 +152,7 @@ def length_measures(root: Path) -> list[Measure]:
     ]
 
 
-def lengths_in(path: Path) -> Iterator[tuple[str, int, str]]:
+def list_lengths(path: Path) -> Iterator[tuple[str, int, str]]:
     """Yield (kind, lines, name) of a file and of each function and class in it."""
     text = path.read_text(encoding="utf-8")
     is_kernel = path.suffix in {".cu", ".cuh"} or path.parent.name == "kernels"
@@ -173,7 +178,7 @@ def check_structure(write: bool = False) -> None:
     if write:
         (ROOT / SIZE_FILE).write_text(json.dumps(count_sizes(ROOT), indent=2) + "\n")
         return
-    rows = measures()
+    rows = measure_tree()
     columns = ("measure", "value", "limit", "holds")
     print(table(columns, [(row.name, row.value, row.limit, row.ok) for row in rows]))
     for row in rows:

@@ -27,7 +27,8 @@ from rich.console import Console
 if not torch.accelerator.is_available():
     from train.job_config import patch_torch_for_cpu
 
-    patch_torch_for_cpu()  # before torchtitan is imported
+    # before torchtitan is imported
+    patch_torch_for_cpu()
 
 from laneformer import LaneformerConfig
 from laneformer.titan.float8 import CAPABILITY
@@ -40,8 +41,10 @@ from tools.plan import sums
 from tools.synthetic import write_synthetic_lock
 from train.job_checks import FLOAT8
 
+# killed between two saves: the steps from 11 on are repeated
 STEPS, SAVES_EVERY, KILLED_AT = 20, 10, 14
-WARMUP = 5  # steps that compile
+# steps that compile
+WARMUP = 5
 # windowed with equal streams, windowed with own ones, windowed and whole with delayed outputs
 ARCHITECTURE: dict[str, Any] = {
     "num_hidden_layers": 4,
@@ -84,7 +87,7 @@ class Options:
     """Print nothing but the JSON line."""
 
     def check(self) -> None:
-        """ValueError for what cannot run here."""
+        """Raise ValueError for what cannot run here."""
         gpus = torch.cuda.device_count()
         if self.device == "cuda" and gpus < self.nproc:
             raise ValueError(
@@ -111,8 +114,6 @@ class Options:
 
 
 class Jobs:
-    """The jobs of one check, in one folder."""
-
     def __init__(self, options: Options, folder: Path, console: Console):
         self.options, self.folder, self.console = options, folder, console
         config = options.config
@@ -139,7 +140,8 @@ class Jobs:
             "validation.local_batch_size": 1,
             "validation.windows_per_source": 1,
         }
-        if options.device == "cpu":  # no pinned memory; and minutes of g++
+        if options.device == "cpu":
+            # there is no pinned memory, and Inductor would take minutes of g++
             settings |= {"checkpoint.async_mode": "async", "compile.backend": "eager"}
         settings |= {f"architecture.{name}": value for name, value in options.architecture.items()}
         return [
@@ -158,6 +160,7 @@ class Jobs:
         env = {KILL_AT: str(KILLED_AT)} if killed else {}
         more = (*more, "--experimental.custom_import", "tools.check.killed_job") if killed else more
         command = f"torch.distributed.run --standalone --nproc_per_node={ranks} -m train"
+        # an exit status of 0 from a job that should have been killed is as wrong as another from one that should end
         status = start([*command.split(), *self.flags(run, *more)], log, env)
         if (status == 0) == killed:
             raise RuntimeError(f"job {name} ended with status {status}: {log.read_text()[-3000:]}")
@@ -183,7 +186,6 @@ NOT_MEASURED: Gate = ("not yet measured", None, None)
 
 
 def measure(options: Options, console: Console) -> dict[str, Any]:
-    """Run all jobs and comparisons."""
     options.check()
     with tempfile.TemporaryDirectory() as folder:
         jobs = Jobs(options, Path(folder), console)
@@ -202,13 +204,15 @@ def gate_losses(jobs: Jobs, whole: list[Row]) -> Gates:
     losses = {"losses of the chosen kernels": whole}
     nproc = jobs.options.nproc
     if nproc > 1:
-        replicas = 2 if nproc > 2 else 1  # shards of one are refused
+        # shards of one are refused
+        replicas = 2 if nproc > 2 else 1
         settings = {
             "parallelism.data_parallel_replicate_degree": replicas,
             "training.local_batch_size": jobs.options.global_batch // nproc,
         }
         more = job_flags(settings)
-        if jobs.options.device == "cpu":  # shards and replicas alone
+        if jobs.options.device == "cpu":
+            # shards and replicas alone: there compiling is checked with one rank
             more.append("--compile.no-enable")
         name = f"losses of {replicas} x {nproc // replicas} ranks"
         losses[name] = jobs.rows("sharded", *more, ranks=nproc)
@@ -231,10 +235,10 @@ def gate_float8(jobs: Jobs, exact: list[Row], rounded: float) -> Gates:
     # top
     emulating = (*FLOAT8_FLAGS, f"--{FLOAT8}.emulate")
     emulated = jobs.rows("float8-emulated", *PLAIN, *FLOAT32, *emulating)
-    own = jobs.rows("float8", *(FLOAT8_FLAGS if on_gpu else emulating))
+    rows = jobs.rows("float8", *(FLOAT8_FLAGS if on_gpu else emulating))
     allowed = MARGIN * (rounded + measure_distance(emulated, exact))
     return {
-        name: at_most(measure_distance(own, exact), allowed),
+        name: at_most(measure_distance(rows, exact), allowed),
         "kernels replaced with float8 products": gate_kernels(jobs.folder / "float8"),
     }
 
@@ -254,7 +258,7 @@ def measure_distance(rows: list[Row], exact: list[Row]) -> float:
 
 
 def gate_resume(jobs: Jobs, whole: list[Row]) -> Gates:
-    """Saved, killed and resumed, against the job that ran through."""
+    """Compare a job that was saved, killed and resumed with the one that ran through."""
     before = jobs.rows("resumed", killed=True)
     rows = jobs.rows("resumed")
     attempts = read_lines(jobs.folder / "resumed/attempts.jsonl")
@@ -290,6 +294,7 @@ def gate_memory(options: Options, whole: list[Row]) -> Gates:
         local_batch=options.local_batch,
         shard=1,
     )
+    # the plan leaves out CUDA's context and the allocator's gaps, which USABLE stands for
     planned = sums.memory(job)["total"] / sums.USABLE / 2**30
     peak = max(row["memory_gib"] for row in whole)
     return {name: at_most(peak, planned)}

@@ -55,6 +55,7 @@ def run_section(run: Run, index: int, now: float) -> str:
     head, body, links, absent = title + (draw(run, "tiles", write_tiles) or ""), "", "", []
     for name, write in CARDS.items():
         html = draw(run, f"card {name}", write)
+        # "" is a card without figures, None one that cannot be drawn, of which a warning tells
         if html:
             place = f"run{index}-{name.lower()}"
             links += f'<a href="#{place}">{name}</a>'
@@ -68,7 +69,6 @@ def run_section(run: Run, index: int, now: float) -> str:
 
 
 def page(runs: Sequence[Run], now: float) -> str:
-    """Return the whole page as text."""
     title = " · ".join(run.name for run in runs)
     sections = [run_section(run, index, now) for index, run in enumerate(runs)]
     together = training.write_overlay_card(runs) if len(runs) > 1 else ""

@@ -1,4 +1,4 @@
-"""Charts as data, which page.js draws: panels over one axis of x, and the curves in each of them."""
+"""Make charts as data, which page.js draws: panels over one axis of x, and the curves in each of them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from tools.dashboard.page import colour, dash
 
 # a reader's choice: key of a row
 AXES = {"tokens": "x_tokens", "steps": "x_step", "time": "x_time"}
-MOST = 2000  # points of a curve
+# points of a curve: as many as a wide screen has columns
+MOST = 2000
 VALIDATION = "#a03fb8"
 Json = dict[str, Any]
 Points = Sequence[tuple[Json, Any]]
@@ -24,11 +25,16 @@ class Panel(NamedTuple):
 
     title: str
     unit: str = ""
-    key: str = ""  # of a row, where the panel is a figure of logged rows
-    height: int = 90  # pixels
-    form: str = ".3g"  # of its figures, as d3 writes formats
-    zero: bool = True  # whether the axis begins at 0
-    log: bool = False  # whether a reader may choose a logarithmic axis
+    # of a row, where the panel is a figure of logged rows
+    key: str = ""
+    # pixels
+    height: int = 90
+    # of its figures, as d3 writes formats
+    form: str = ".3g"
+    # whether the axis begins at 0
+    zero: bool = True
+    # whether a reader may choose a logarithmic axis
+    log: bool = False
 
 
 LOSS = Panel("Loss", "nats per token", "loss", 344, ".4f", zero=False, log=True)
@@ -79,11 +85,11 @@ def thin(points: Points) -> Points:
     for start in range(0, len(points), width):
         # the lowest and the highest of neighbours, so that no spike is lost
         bucket = range(start, min(start + width, len(points)))
-        known = [i for i in bucket if points[i][1] is not None]
+        measured = [i for i in bucket if points[i][1] is not None]
         # a bucket without any figure stays a gap
         chosen |= (
-            {choose(known, key=lambda i: points[i][1]) for choose in (min, max)}
-            if known
+            {choose(measured, key=lambda i: points[i][1]) for choose in (min, max)}
+            if measured
             else {start}
         )
     return [points[i] for i in sorted(chosen)]
@@ -122,15 +128,15 @@ def curve(
         look: group in the legend, width, dash, opacity, symbol.
     """
     measured = [(row, number(value)) for row, value in points]
+    # intervals are by position in `points`, so a curve that has them keeps all
     chosen = measured if ends else thin(measured)
     values = [None if value is None else float(f"{value:.6g}") for _, value in chosen]
     places = places_of([row for row, _ in chosen])
-    drawn = {"name": name, "group": name, "colour": tint, "x": places, "y": values}
-    return drawn | ({"ends": ends} if any(ends) else {}) | look
+    line = {"name": name, "group": name, "colour": tint, "x": places, "y": values}
+    return line | ({"ends": ends} if any(ends) else {}) | look
 
 
 def series(select_points: Mapping[str, Points], **look: Any) -> list[Json]:
-    """Make a curve for each source."""
     # in colours that are the same in every chart of all sources
     return [
         curve(name, points, colour(place), dash=dash(place), **look)
@@ -143,15 +149,16 @@ def figure(
 ) -> Json | None:
     """Make a chart of the panels and curves that have a figure; None if there are none."""
     panels, curves = list[Json](), list[Json]()
-    for panel, of_panel in parts:
-        known = [each for each in of_panel if any(value is not None for value in each["y"])]
-        if known:
-            curves += [{**each, "panel": len(panels)} for each in known]
+    for panel, lines in parts:
+        filled = [line for line in lines if any(value is not None for value in line["y"])]
+        if filled:
+            curves += [{**line, "panel": len(panels)} for line in filled]
             panels.append(panel._asdict())
     if not curves:
         return None
     every = list(curves[0]["x"])
-    axes = [axis for axis in every if all(None not in each["x"][axis] for each in curves)] or every[
+    # an axis on which some point has no place is not offered; the last one is, at any rate
+    axes = [axis for axis in every if all(None not in line["x"][axis] for line in curves)] or every[
         -1:
     ]
     chart = {"panels": panels, "curves": curves, "axes": axes, "columns": columns, **more}
@@ -167,6 +174,7 @@ def make_marks(run: Run) -> Json:
                 {"name": phase, "colour": colour(index), "x": places_of([rows[0], rows[-1]])}
             )
     pairs = [(a.rows[-1], b.rows[0]) for a, b in pairwise(run.segments) if a.phase == b.phase]
+    # without a new attempt, steps that go back are a roll-back
     firsts = [
         row
         for last, row in pairs
@@ -223,4 +231,4 @@ def list_sources(run: Run) -> list[str]:
     by_source = [row.get(key) for row in run.rows for key in keys]
     by_source += [record["sources"] for record in run.evals_of("bits_per_byte")]
     # the place of a source is its colour on the whole page
-    return list(dict.fromkeys(name for each in by_source for name, _ in list_items(each)))
+    return list(dict.fromkeys(name for table in by_source for name, _ in list_items(table)))

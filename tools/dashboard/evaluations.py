@@ -1,4 +1,4 @@
-"""The evaluation cards: CORE and its tasks, bits per byte, code and questions, contamination."""
+"""Write the evaluation cards: CORE and its tasks, bits per byte, code and questions, contamination."""
 
 from __future__ import annotations
 
@@ -43,11 +43,15 @@ from tools.dashboard.page import (
     write_chart_card,
 )
 
-TINT, NEUTRAL = "#8667f7", "#8a94a6"  # of CORE, apart from the colours of phases and sources
-PUBLISHED = (  # CORE of other models: v1 and v2 of the baselines (DCLM corrected three in September 2025)
-    ("GPT-2 124M", 0.113891, None),  # nanochat's leaderboard
+# of CORE, apart from the colours of phases and sources
+TINT, NEUTRAL = "#8667f7", "#8a94a6"
+# CORE of other models: v1 and v2 of the baselines (DCLM corrected three in September 2025)
+PUBLISHED = (
+    # nanochat's leaderboard
+    ("GPT-2 124M", 0.113891, None),
     ("GPT-2 XL", 0.256525, None),
-    ("DCLM 1B", 0.42330, 0.40537),  # DCLM's result files
+    # DCLM's result files
+    ("DCLM 1B", 0.42330, 0.40537),
     ("DCLM-7B", 0.57136, 0.55961),
 )
 
@@ -68,8 +72,8 @@ def around(value: Any, error: Any) -> Interval | None:
 
 def read_interval(ends: Any) -> Interval | None:
     """Read an interval as a record holds it: [low, high]."""
-    known = isinstance(ends, list) and len(ends) == 2 and None not in map(number, ends)
-    return (ends[0], ends[1]) if known else None
+    is_pair = isinstance(ends, list) and len(ends) == 2 and None not in map(number, ends)
+    return (ends[0], ends[1]) if is_pair else None
 
 
 def describe_core_settings(record: Record) -> str:
@@ -84,6 +88,7 @@ def group_core_records(run: Run) -> dict[str, list[Record]]:
     groups: dict[str, dict[str, Record]] = {}
     for record in run.evals_of("core"):
         if isinstance(record["tasks"], dict):
+            # a repeated evaluation replaces the one before
             groups.setdefault(describe_core_settings(record), {})[name_checkpoint(record)] = record
     return {settings: list(records.values()) for settings, records in groups.items()}
 
@@ -121,7 +126,8 @@ def write_core_card(run: Run) -> str:
         rows.append(
             (v1, [escape(name), f"{v1:.4f}", none("not given") if v2 is None else f"{v2:.4f}"])
         )
-    top = max(value for each in curves for value in each["y"])
+    top = max(value for line in curves for value in line["y"])
+    # a level far above would flatten the curve
     levels = [
         {"panel": 0, "y": v2, "label": f"{name} {v2:.4f}"}
         for name, _, v2 in PUBLISHED
@@ -131,15 +137,14 @@ def write_core_card(run: Run) -> str:
         "CORE", "v2, mean centered accuracy of 22 tasks; bars: 95 %", height=300, form=".4f"
     )
     loss = make_loss_part(run, LOSS._replace(height=130), logged=False)
-    drawn = figure([(panel, curves), loss, make_rows_part(run, RATE)], run, levels=levels)
-    assert drawn is not None, "there is a curve"
+    content = figure([(panel, curves), loss, make_rows_part(run, RATE)], run, levels=levels)
+    assert content is not None, "there is a curve"
     head = ("± standard error", "CORE v1", "CORE v2")
     listed = table(head, [cells for _, cells in sorted(rows)], "numbers wrap")
-    return card("CORE along the run", chart(drawn, f"core-{run.name}") + listed)
+    return card("CORE along the run", chart(content, f"core-{run.name}") + listed)
 
 
 def write_tasks_card(run: Run) -> str:
-    """Write the tasks of CORE over the checkpoints, and the newest record in full."""
     groups = list(group_core_records(run).values())
     if not groups or not any(record["tasks"] for record in groups[-1]):
         return ""
@@ -152,8 +157,9 @@ def write_tasks_card(run: Run) -> str:
             ends = [read_task_interval(record["tasks"][task]) for record, _ in points]
             panel = Panel(task.replace("bigbench_", "bb_"), height=96, form=".3f", zero=False)
             parts.append((panel, [curve("accuracy", points, TINT, ends, symbol="circle")]))
-    drawn = figure(parts, columns=4, levels=levels) if len(records) > 1 else None
-    body = chart(drawn, f"tasks-{run.name}") if drawn else ""
+    # one point makes no curve: the table says it
+    content = figure(parts, columns=4, levels=levels) if len(records) > 1 else None
+    body = chart(content, f"tasks-{run.name}") if content else ""
     title = "Tasks of a toy bundle, not CORE" if last["not_core"] else "CORE by task"
     caption = (
         f"{escape(name_checkpoint(last))}: {escape(describe_core_settings(last))}, seed {escape(str(last['seed']))}. "
@@ -188,7 +194,7 @@ def write_task_table(record: Record) -> str:
 
 def write_missing(record: Record) -> str:
     """Write the tasks that a record lacks, with their reasons."""
-    # not those that nobody chose
+    # what nobody chose is no gap
     absent = {task: why for task, why in list_items(record["missing"]) if why != NOT_CHOSEN}
     if not absent or record["not_core"]:
         return ""
@@ -199,25 +205,24 @@ def write_missing(record: Record) -> str:
 
 
 def write_bits_card(run: Run) -> str:
-    """Bits per byte of held-out text by source."""
     records = run.evals_of("bits_per_byte")
     points = {
         name: select_points(records, "sources", name, "bits_per_byte") for name in list_sources(run)
     }
-    whole = curve("all sources", select_points(records, "bits_per_byte"), NEUTRAL, symbol="circle")
-    of_text = Panel(
+    total = curve("all sources", select_points(records, "bits_per_byte"), NEUTRAL, symbol="circle")
+    panel = Panel(
         "Bits per byte", "held-out text, lower is better", "", 260, ".4f", zero=False, log=True
     )
-    drawn = figure([(of_text, [whole, *series(points, symbol="circle")])])
-    return write_chart_card("Bits per byte", drawn, f"bits-{run.name}")
+    content = figure([(panel, [total, *series(points, symbol="circle")])])
+    return write_chart_card("Bits per byte", content, f"bits-{run.name}")
 
 
 class Score(NamedTuple):
-    """A score of a checkpoint, its panel, and how it was asked."""
+    """A score of a checkpoint, its panel, and how it was measured."""
 
     panel: str
     name: str
-    how: str
+    settings: str
     record: Record
     value: float | None
     ends: Interval | None
@@ -227,20 +232,21 @@ def list_scores(run: Run) -> Iterator[Score]:
     """List the scores of code and of lm-eval's tasks in the order of the run."""
     for record in run.evals_of("code"):
         words = [record[key] for key in ("protocol", "temperature", "prompt")]
-        how, ends = ", ".join(map(str, filter(None, words))), record["pass@1_plus_interval"]
+        settings, ends = ", ".join(map(str, filter(None, words))), record["pass@1_plus_interval"]
         value = number(record["pass@1_plus"])
-        yield Score("Code", str(record["dataset"]), how, record, value, read_interval(ends))
+        yield Score("Code", str(record["dataset"]), settings, record, value, read_interval(ends))
     for record in run.evals_of("lm_eval"):
         shots = "own shots" if record["num_fewshot"] is None else f"{record['num_fewshot']}-shot"
         chat = "chat" if record["chat_template"] else ""
         limit = "" if record["limit"] is None else f"limit {record['limit']}"
         for task, metrics in list_items(record["tasks"]):
-            known = {name.removesuffix(",none"): number(v) for name, v in list_items(metrics)}
-            preferred = [name for name in ("acc_norm", "acc") if known.get(name) is not None][:1]
-            for name in preferred or [name for name in known if not name.endswith("_stderr")]:
-                how = ", ".join(filter(None, (name, shots, chat, limit)))
-                ends = around(known[name], known.get(f"{name}_stderr"))
-                yield Score("Questions", task, how, record, known[name], ends)
+            # lm-eval names a metric with its filter: "acc,none"
+            values = {name.removesuffix(",none"): number(v) for name, v in list_items(metrics)}
+            preferred = [name for name in ("acc_norm", "acc") if values.get(name) is not None][:1]
+            for name in preferred or [name for name in values if not name.endswith("_stderr")]:
+                settings = ", ".join(filter(None, (name, shots, chat, limit)))
+                ends = around(values[name], values.get(f"{name}_stderr"))
+                yield Score("Questions", task, settings, record, values[name], ends)
 
 
 def write_scores_card(run: Run) -> str:
@@ -248,25 +254,25 @@ def write_scores_card(run: Run) -> str:
     groups: dict[str, dict[tuple[str, str], list[Score]]] = {"Code": {}, "Questions": {}}
     for score in list_scores(run):
         if score.value is not None:
-            groups[score.panel].setdefault((score.name, score.how), []).append(score)
+            groups[score.panel].setdefault((score.name, score.settings), []).append(score)
     rows, parts = [], []
     units = {"Code": "pass@1, base and plus tests", "Questions": "share right"}
     for title, scores_by_name in groups.items():
         curves = []
-        for index, ((name, how), scores) in enumerate(scores_by_name.items()):
+        for index, ((name, settings), scores) in enumerate(scores_by_name.items()):
             points = [(score.record, score.value) for score in scores]
             look: Json = {"symbol": "circle", "dash": dash(index)}
             ends, last = [score.ends for score in scores], scores[-1]
-            curves.append(curve(f"{name} {how}", points, colour(index), ends, **look))
+            curves.append(curve(f"{name} {settings}", points, colour(index), ends, **look))
             half = f" ± {50 * (last.ends[1] - last.ends[0]):.1f}" if last.ends else ""
             where = escape(name_checkpoint(last.record))
-            rows.append([escape(name), escape(how), percent(last.value) + half, where])
-        if any(len(each["y"]) > 1 for each in curves):
+            rows.append([escape(name), escape(settings), percent(last.value) + half, where])
+        if any(len(line["y"]) > 1 for line in curves):
             parts.append((Panel(title, units[title], "", 200, ".1%"), curves))
     if not rows:
         return ""
-    drawn = figure(parts)
-    body = chart(drawn, f"scores-{run.name}") if drawn else ""
+    content = figure(parts)
+    body = chart(content, f"scores-{run.name}") if content else ""
     head = ("score", "how", "±: 95 %", "checkpoint")
     return card("Code and questions", body + table(head, rows, "wrap"))
 

@@ -1,4 +1,4 @@
-"""The header of a run: its state, progress by phase, and tiles of the newest figures."""
+"""Write the header of a run: its state, progress by phase, and tiles of the newest figures."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ from tools.dashboard.charts import Json, dig, smooth_loss
 from tools.dashboard.evaluations import make_core_tile, name_checkpoint
 from tools.dashboard.page import Tile, colour, format_figure, none, short, tiles, utc
 
-RISE = 1.0  # nats above the lowest loss of a phase, from which a run has diverged
-QUIET_S = 600  # without a logged step, after which a run is not called training
+# nats above the lowest loss of a phase, from which a run has diverged
+RISE = 1.0
+# seconds without a logged step, after which a run is not called training
+QUIET_S = 600
 
 
 def header(run: Run, now: float) -> str:
@@ -23,11 +25,11 @@ def header(run: Run, now: float) -> str:
         facts.append(f"{short(run.rows[-1]['x_tokens'])} tokens")
     bars = ""
     for index, (phase, steps) in enumerate(read_planned_steps(run).items()):
-        done = max((row["step"] for row in run.rows_of(phase)), default=0)
-        label = f"{escape(phase)} <b>{done:,}</b>" + (f" / {steps:,}" if steps else "")
-        percent = 100 * min(done / steps, 1) if steps else 100
+        step = max((row["step"] for row in run.rows_of(phase)), default=0)
+        label = f"{escape(phase)} <b>{step:,}</b>" + (f" / {steps:,}" if steps else "")
+        percent = 100 * min(step / steps, 1) if steps else 100
         filled = f'<div class="bar"><i style="width:{percent:.2f}%;background:{colour(index)}"></i></div>'
-        bars += f'<div style="flex:{steps or done or 1}">{filled}<small>{label}</small></div>'
+        bars += f'<div style="flex:{steps or step or 1}">{filled}<small>{label}</small></div>'
     note = f'<p class="note">{escape(run.note)}</p>' if run.note else ""
     line = "".join(f"<span>{escape(fact)}</span>" for fact in facts)
     title = f'<h1>{escape(run.name)}</h1><span class="state {kind}">{escape(words)}</span>'
@@ -66,10 +68,12 @@ def divergence(run: Run) -> str:
     if rows[-1]["loss"] is None and "averaged" not in rows[-1]:
         return "the loss is not a finite number"
     means = [mean for _, mean in smooth_loss(run, rows) if mean is not None]
+    # a median of several: one spike is no divergence
     newest = [row["loss"] for row in rows[-16:] if row["loss"] is not None]
     if not newest:
         return ""
     lowest, now = min(means), median(newest)
+    # half of what was learnt must be lost as well
     risen = now - lowest > max(RISE, (means[0] - lowest) / 2)
     return f"the loss rose from {lowest:.2f} to {now:.2f}" if risen else ""
 
@@ -90,7 +94,6 @@ def list_model_facts(run: Run) -> list[str]:
 
 
 def write_tiles(run: Run) -> str:
-    """Write the newest figures; what has none takes no room."""
     bits, decode = (
         [Record(), *run.evals_of(kind)][-1] for kind in ("bits_per_byte", "decode_speed")
     )
@@ -110,25 +113,24 @@ def write_tiles(run: Run) -> str:
             f"tokens per second at batch 1, {share}",
         ),
     ]
+    # a figure that was not measured takes no room
     return tiles(entry for entry in entries if 'class="none"' not in entry[1])
 
 
 def recent(run: Run, key: str) -> float | None:
-    """Return the median of the last rows."""
-    known = [row[key] for row in run.rows[-RECENT:] if row[key] is not None]
+    values = [row[key] for row in run.rows[-RECENT:] if row[key] is not None]
     # a restart or a slow node does not move it
-    return median(known) if known else None
+    return median(values) if values else None
 
 
 def make_loss_tile(run: Run) -> Tile:
-    """Make the tile of the smoothed loss of the newest phase."""
     for phase in reversed(run.phases):
-        known = [
+        means = [
             (row, mean) for row, mean in smooth_loss(run, run.rows_of(phase)) if mean is not None
         ]
-        if known:
+        if means:
             # beside where this phase began: another phase has another text
-            (first, began), (_, last) = known[0], known[-1]
+            (first, began), (_, last) = means[0], means[-1]
             note = f"smoothed; {escape(phase)} began with {began:.3f} at step {first['step']:,}"
             return "loss", f"{last:.4f}", note
     return "loss", none(), ""
@@ -138,8 +140,8 @@ def make_usage_tiles(run: Run) -> list[Tile]:
     if not run.rows or run.rows[-1]["time"] is None:
         return []
     usage = usage_of(run)
-    left = usage.gpu_hours_left
-    total = f"of {short(usage.gpu_hours + left)}" if left else "so far"
+    remaining = usage.gpu_hours_left
+    total = f"of {short(usage.gpu_hours + remaining)}" if remaining else "so far"
     prices: Json = next(
         (config.get("metrics", {}) for config in reversed(run.configs.values())), {}
     )

@@ -1,4 +1,4 @@
-"""Cards, tables and number formats of an HTML page; page.css styles it, page.js draws the charts.
+"""Write cards, tables and figures of an HTML page; page.css styles it, page.js draws the charts.
 
 Text, grid and background take their colours from the style sheet; PALETTE has those with a meaning.
 """
@@ -16,8 +16,10 @@ from records.run import number
 
 FONT = 'ui-sans-serif,system-ui,-apple-system,"Segoe UI",Roboto,"Helvetica Neue",Arial,sans-serif'
 PALETTE = ("#4f8ff7", "#f0994b", "#2fb5a0", "#c77dff", "#e5647c", "#8fb339", "#3fa9d6", "#c9a227")
-DASHES = ("solid", "dash", "dot")  # of curves, once the palette is used up
-Tile = tuple[str, str, str]  # name, figure as HTML, note
+# of curves, once the palette is used up
+DASHES = ("solid", "dash", "dot")
+# name, figure as HTML, note
+Tile = tuple[str, str, str]
 STYLE, SCRIPT = (
     Path(__file__).with_suffix(end).read_text(encoding="utf-8") for end in (".css", ".js")
 )
@@ -45,7 +47,7 @@ def dash(index: int) -> str:
 
 
 def card(title: str, body: str, caption: str = "") -> str:
-    """body and caption are HTML."""
+    """Write a card; `body` and `caption` are HTML."""
     below = f'<p class="caption">{caption}</p>' if caption else ""
     return f'<section class="card"><h2>{escape(title)}</h2>{body}{below}</section>'
 
@@ -72,8 +74,8 @@ def missing(text: str) -> str:
 
 def tiles(entries: Iterable[Tile]) -> str:
     tile = "<div><h3>{}</h3><strong>{}</strong><small>{}</small></div>"
-    each = [tile.format(escape(name), *rest) for name, *rest in entries]
-    return f'<div class="tiles">{"".join(each)}</div>' if each else ""
+    divs = [tile.format(escape(name), *rest) for name, *rest in entries]
+    return f'<div class="tiles">{"".join(divs)}</div>' if divs else ""
 
 
 def table(head: Iterable[str], rows: Iterable[Sequence[str]], kind: str = "") -> str:
@@ -93,29 +95,29 @@ def chart(content: dict[str, Any], name: str) -> str:
 
 def format_figure(value: Any, form: str, unit: str = "") -> str:
     """Format a figure, or return "not measured"."""
-    known = number(value)
-    return none() if known is None else f"{known:{form}}{unit}"
+    figure = number(value)
+    return none() if figure is None else f"{figure:{form}}{unit}"
 
 
 def short(value: Any) -> str:
     """Format a figure with three digits and its SI prefix: 1234567 -> 1.23 M."""
-    known, power = number(value), 0
-    if known is None:
+    figure, power = number(value), 0
+    if figure is None:
         return none()
-    while abs(known) >= 999.5 and power < 4:
-        known, power = known / 1000, power + 1
-    return f"{known:.3g} {' kMGT'[power]}".strip()
+    while abs(figure) >= 999.5 and power < 4:
+        figure, power = figure / 1000, power + 1
+    return f"{figure:.3g} {' kMGT'[power]}".strip()
 
 
 def percent(share: Any, form: str = ".1f") -> str:
     """Format a share of 1 in percent."""
-    known = number(share)
-    return format_figure(known and 100 * known, form, " %")
+    figure = number(share)
+    return format_figure(figure and 100 * figure, form, " %")
 
 
 def utc(seconds: Any) -> str:
-    known = number(seconds)
-    return none() if known is None else time.strftime("%Y-%m-%d %H:%M", time.gmtime(known))
+    figure = number(seconds)
+    return none() if figure is None else time.strftime("%Y-%m-%d %H:%M", time.gmtime(figure))
 
 
 def code(value: Any) -> str:

@@ -1,4 +1,4 @@
-"""The cards of a run's training: losses, the machine, incidents, and where its figures come from."""
+"""Write the cards of a run's training: losses, the machine, incidents, and where its figures come from."""
 
 from __future__ import annotations
 
@@ -29,10 +29,13 @@ from tools.dashboard.charts import (
 from tools.dashboard.evaluations import name_checkpoint
 from tools.dashboard.page import card, colour, missing, table, utc, write_chart_card
 
-LISTED = 40  # incidents
+# incidents on the page, of which a run can have thousands
+LISTED = 40
+# in an event's kind, also of kinds that are not known here
 TROUBLE = re.compile(
     "unclean|fail|crash|kill|hang|spike|nan|finite|damage|corrupt|quaran|roll|lost|bad|stop|error|exit"
 )
+# fields that say where and when an event was, not what
 PLACES = {
     "phase",
     "kind",
@@ -58,20 +61,19 @@ def write_training_card(run: Run) -> str:
     caption = f"{count(len(run.rows), 'logged step')}. {READING}"
     if again := sum(len(segment.rows) for segment in run.segments if not segment.kept):
         caption += f" Dotted: {count(again, 'step')} that a restart or roll-back repeated."
-    drawn = figure(parts, run, events=make_event_marks(run))
-    return write_chart_card("Training", drawn, f"training-{run.name}", caption)
+    content = figure(parts, run, events=make_event_marks(run))
+    return write_chart_card("Training", content, f"training-{run.name}", caption)
 
 
-def count(number_of: int, thing: str) -> str:
-    return f"{number_of:,} {thing}{'' if number_of == 1 else 's'}"
+def count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def write_sources_card(run: Run) -> str:
-    """Loss by source, in training and on held-out windows."""
     trained, validated = dict[str, Points](), dict[str, Points]()
     for name in list_sources(run):
         means = [
-            each for phase in run.phases for each in smooth_loss(run, run.rows_of(phase), name)
+            point for phase in run.phases for point in smooth_loss(run, run.rows_of(phase), name)
         ]
         trained[name] = [(row, mean) for row, mean in means if mean is not None]
         validated[name] = select_points(run.rows, "valid_loss_by_source", name)
@@ -97,6 +99,7 @@ def write_positions_card(run: Run) -> str:
             points: Points = [({}, loss) for loss in losses.values()]
             by_octave = curve(name, points, colour(places.index(name)), **look)
             curves.append({**by_octave, "x": {"first position of an octave, tokens": list(losses)}})
+            # the axis is that of the newest validation
             octaves |= set(map(int, losses)) if row is last else set()
     panel = Panel(
         "Validation loss by position", "nats per token", height=280, form=".4f", zero=False
@@ -106,20 +109,20 @@ def write_positions_card(run: Run) -> str:
         f"{last['step']:,}; dotted: step {first['step']:,}. Longer documents are other text: compare a source "
         "with its own dotted curve."
     )
-    drawn = figure([(panel, curves)], categories=list(map(str, sorted(octaves))))
-    return write_chart_card("Loss by position", drawn, f"positions-{run.name}", caption)
+    content = figure([(panel, curves)], categories=list(map(str, sorted(octaves))))
+    return write_chart_card("Loss by position", content, f"positions-{run.name}", caption)
 
 
 def write_machine_card(run: Run) -> str:
-    drawn = figure([make_rows_part(run, panel) for panel in MACHINE], run)
+    content = figure([make_rows_part(run, panel) for panel in MACHINE], run)
     caption = (
         "Waiting and memory are rank 0's; checkpoint seconds stand in the first row after the save."
     )
-    return write_chart_card("Statistics and machine", drawn, f"machine-{run.name}", caption)
+    return write_chart_card("Statistics and machine", content, f"machine-{run.name}", caption)
 
 
 def group_events(run: Run) -> list[list[Record]]:
-    """Group events of all ranks that are one."""
+    """Group the events of all ranks that are one."""
     groups: dict[tuple[str, ...], list[Record]] = {}
     for event in run.events:
         key = tuple(str(event[name]) for name in ("phase", "attempt", "x_step", "kind", "text"))
@@ -146,7 +149,7 @@ def describe_event(event: Record) -> str:
 
 
 def make_event_marks(run: Run) -> list[Json]:
-    """Faults, roll-backs and starts, as marks above the loss."""
+    """Make marks above the loss: faults, roll-backs and starts."""
     marks = []
     for first, *more in group_events(run):
         if first["x_step"] is not None:
@@ -157,7 +160,6 @@ def make_event_marks(run: Run) -> list[Json]:
 
 
 def write_incidents_card(run: Run) -> str:
-    """Write the events of the run, the newest first; trouble is red."""
     rows = []
     for first, *more in reversed(group_events(run)):
         kind = str(first["kind"] or "event").removeprefix("supervisor_").replace("_", " ")
@@ -176,7 +178,6 @@ def write_incidents_card(run: Run) -> str:
 
 
 def write_overlay_card(runs: Sequence[Run]) -> str:
-    """Write the smoothed and validation losses of several runs over each other."""
     curves = []
     for index, run in enumerate(runs):
         look: Json = {"group": run.name, "width": 1.5}

@@ -73,6 +73,7 @@ def begin(path: Path, config: Path, out: Path) -> tuple[Late, int, list[str]]:
     refuse_other_origin(out / ORIGIN, origin)
     write_dense(model, late, out / "dense")
     lock = prepare_text(late, seq_len, checkpoint, out)
+    # the run starts from the cut model, and distils it against itself
     flags = {
         "job.config_file": config,
         "job.dump_folder": out / "run",
@@ -85,7 +86,7 @@ def begin(path: Path, config: Path, out: Path) -> tuple[Late, int, list[str]]:
 
 def refuse_other_origin(path: Path, origin: dict[str, Any]) -> None:
     """Raise ValueError where a folder was begun with another model or config."""
-    # its results would be taken for this one's
+    # its results would be taken for those of this model and config
     if path.exists() and json.loads(path.read_text(encoding="utf-8")) != origin:
         raise ValueError(
             f"{path.parent} was begun with another model or config; choose another --out"

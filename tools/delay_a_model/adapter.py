@@ -1,4 +1,4 @@
-"""Low-rank changes (LoRA) of late layers: a recovered model as a small file beside the dense one.
+"""Train low-rank changes (LoRA) of late layers: a recovered model as a small file beside the dense one.
 
 A matrix W (L, out, in) becomes W + B A, lane by lane, with A (L, rank, in) random and
 B (L, out, rank) zero at first; norm scales are trained directly. `merge` gives the weights of a
@@ -34,7 +34,8 @@ MATRICES = (
     "feed_forward.w3",
 )
 SCALES = ("attention_norm.weight", "ffn_norm.weight")
-PREFIX = "adapters."  # of its parameters' names in a checkpoint; a model's own begin otherwise
+# of its parameters' names in a checkpoint; a model's own begin otherwise
+PREFIX = "adapters."
 LAYOUT, MODULES = "layout.", ("attention", "feed_forward")
 ADAPTER, ABOUT = "adapter.safetensors", "adapter.json"
 
@@ -76,6 +77,7 @@ def adapt(model: Laneformer, late: Late) -> nn.ModuleDict:
     for matrix in names_in_late_layers(model.config, late, MATRICES):
         linear: Any = model.get_submodule(matrix)
         change = Change(linear.weight.shape, late.lora_rank)
+        # in place: the matrix keeps its name in checkpoints, and its weights
         linear.__class__, linear.change = ChangedLinear, [change]
         changes[key(matrix)] = change
     return changes
@@ -88,7 +90,9 @@ def first_adapter(config: LaneformerConfig, late: Late) -> dict[str, Tensor]:
     for matrix in names_in_late_layers(config, late, MATRICES):
         lanes, rows, columns = shapes[f"{matrix}.weight"]
         a = torch.empty(lanes, late.lora_rank, columns)
+        # by name, as a model's own tensors: the same on any number of ranks
         fill_from_generator(a, columns**-0.5, f"0/{key(matrix)}")
+        # zero: the product changes nothing at first
         b = torch.zeros(lanes, rows, late.lora_rank)
         adapter |= {f"{PREFIX}{key(matrix)}.a": a, f"{PREFIX}{key(matrix)}.b": b}
     return adapter
@@ -134,7 +138,8 @@ def write(folder: Path, adapter: Mapping[str, Tensor], about: Mapping[str, Any])
     save_file(
         {name: weight.to(torch.bfloat16).contiguous() for name, weight in adapter.items()}, path
     )
-    path.chmod(0o644)  # safetensors creates files with mode 600
+    # safetensors creates files with mode 600
+    path.chmod(0o644)
     described = {**about, "adapter_sha256": file_sha256(path)}
     write_atomically(folder / ABOUT, json.dumps(described, indent=2) + "\n")
 

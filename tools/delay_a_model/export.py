@@ -1,8 +1,4 @@
-"""Export the late model as a Hugging Face folder, which Transformers and the engine run.
-
-Architecture and weights are written as by `laneformer.hf.export`. Tokenizer, prefix, chat template
-and the ids that end answers are the dense model's own.
-"""
+"""Export the late model as a Hugging Face folder, which Transformers and the engine run."""
 
 from __future__ import annotations
 
@@ -65,6 +61,7 @@ def write_folder(
     }
     with stage_folder(out, overwrite=True) as folder:
         write_weights(folder, stored)
+        # tokenizer, prefix, chat template and the ids that end answers are the dense model's own
         write_text_files(checkpoint, folder)
         write_configs(folder, config, "bfloat16", token_ids(checkpoint))
         write_code(folder)
@@ -80,7 +77,8 @@ def write_text_files(checkpoint: Checkpoint, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     checkpoint.tokenizer.save(str(folder / "tokenizer.json"))
     values = {
-        "tokenizer_class": "PreTrainedTokenizerFast",  # others are rebuilt from their class by 5.x, with other ids
+        # others are rebuilt from their class by Transformers 5.x, with other ids
+        "tokenizer_class": "PreTrainedTokenizerFast",
         **special_tokens(checkpoint),
         "padding_side": "left",
         "model_max_length": checkpoint.config.max_position_embeddings,
@@ -89,6 +87,7 @@ def write_text_files(checkpoint: Checkpoint, folder: Path) -> None:
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(values, indent=2) + "\n")
     template = checkpoint.tokenizer_config.get("chat_template")
+    # several templates by name
     if isinstance(template, dict):
         template = template.get("default")
     if template:
@@ -96,8 +95,9 @@ def write_text_files(checkpoint: Checkpoint, folder: Path) -> None:
 
 
 def special_tokens(checkpoint: Checkpoint) -> dict[str, str]:
-    named = {name: checkpoint.tokenizer_config.get(name) for name in TOKENS}
-    return {name: t["content"] if isinstance(t, dict) else t for name, t in named.items() if t}
+    tokens = {name: checkpoint.tokenizer_config.get(name) for name in TOKENS}
+    # a text, or an AddedToken as a dictionary
+    return {name: t["content"] if isinstance(t, dict) else t for name, t in tokens.items() if t}
 
 
 def token_ids(checkpoint: Checkpoint) -> dict[str, Any]:

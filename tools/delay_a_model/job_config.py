@@ -1,4 +1,4 @@
-"""The trainer's job files with `[late]` (`job.custom_config_module = "tools.delay_a_model.job_config"`)."""
+"""Extend the trainer's job files by `[late]` (`job.custom_config_module = "tools.delay_a_model.job_config"`)."""
 
 # no `from __future__ import annotations`: TorchTitan looks at the types of the fields
 

@@ -1,4 +1,4 @@
-"""A dense model cut into lanes, and layers whose outputs reach the other lanes late.
+"""Cut a dense model into lanes, and run layers whose outputs reach the other lanes late.
 
 At delay 0 every lane's stream is the dense model's. With the share `late` in [0, 1] of a layer, a
 lane adds its own partial output p_l and (1 - late) (P - p_l) of the others' at once, and
@@ -26,9 +26,11 @@ from laneformer.model import LaneformerLayer, join_lanes
 from laneformer.supports import refuse_unsupported
 from tools.check.reference import weights_of
 
-Pair = tuple[Tensor | None, Tensor | None]  # of attention and MLP
+# outputs of attention and MLP
+Pair = tuple[Tensor | None, Tensor | None]
 NOTHING: Pair = (None, None)
-Streams = tuple[Tensor, Tensor | None]  # what late_streams returns
+# what late_streams returns
+Streams = tuple[Tensor, Tensor | None]
 
 
 class LateLayer(LaneformerLayer):
@@ -82,6 +84,7 @@ def cut(path: Path, lanes: int) -> tuple[Laneformer, Checkpoint]:
 
 def late_model(config: LaneformerConfig, weights: Mapping[str, Tensor]) -> Laneformer:
     """Return the plain model with late layers; frozen."""
+    # without memory of its own: the weights are assigned, not copied
     with torch.device("meta"):
         model = Laneformer(config)
         model.layers = nn.ModuleList(LateLayer(config, i) for i in range(config.num_hidden_layers))
@@ -105,10 +108,11 @@ def late_streams(
 
     Returns the streams, and the sum still in flight to each lane, (B, S, L, D), or None.
     """
+    # delay 0 has a queue of one, which carries NOTHING
     in_flight = deque([NOTHING] * max(delay, 1))
     for layer, mask in zip(layers, masks, strict=True):
-        h, sent = layer(h, in_flight.popleft(), rope, mask)
-        in_flight.append(sent)
+        h, outputs = layer(h, in_flight.popleft(), rope, mask)
+        in_flight.append(outputs)
     # what is in flight after the last layer: dropped, as in a Laneformer, or flushed by one
     # blocking sum
     partials = [p for p in itertools.chain(*in_flight) if p is not None]

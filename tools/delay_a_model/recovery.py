@@ -1,4 +1,4 @@
-"""Recovery: upper layers become late one by one, distilled against themselves at delay 0.
+"""Recover quality: upper layers become late one by one, distilled against themselves at delay 0.
 
 The shipped trainer does it (spec.py); this prepares its start and runs it.
 """
@@ -49,6 +49,7 @@ def prepare_text(late: Late, seq_len: int, checkpoint: Checkpoint, out: Path) ->
     """Return the lock of OUT/data: the recipe's text in the dense model's tokens."""
     lock = out / "data" / "phase1.lock.json"
     if not lock.exists():
+        # in the dense model's own tokens, without which nothing could be distilled
         write_text_files(checkpoint, out / "tokenizer")
         tokenizer = (out / "tokenizer" / "tokenizer.json").resolve()
         recipe = {
@@ -63,7 +64,8 @@ def prepare_text(late: Late, seq_len: int, checkpoint: Checkpoint, out: Path) ->
 
 def write_dense(model: Laneformer, late: Late, folder: Path) -> None:
     """Write the cut model as a run folder, with the initial adapter."""
-    marker = folder / "model.json"  # written last
+    # written last: with it the checkpoint is complete
+    marker = folder / "model.json"
     if marker.exists():
         return
     step = folder / "checkpoint" / "step-0"
@@ -81,7 +83,8 @@ def train(flags: Sequence[str]) -> None:
         try:
             status = supervisor.wait()
         except KeyboardInterrupt:
-            supervisor.terminate()  # it saves a checkpoint first
+            # it saves a checkpoint first
+            supervisor.terminate()
             supervisor.wait()
             raise
     if status:
@@ -89,7 +92,6 @@ def train(flags: Sequence[str]) -> None:
 
 
 def load_adapter(step: Path, config: LaneformerConfig, late: Late) -> dict[str, Tensor]:
-    """Return the trained adapter of a checkpoint."""
     shapes, scales = config.tensor_shapes(), names_in_late_layers(config, late, SCALES)
     adapter = first_adapter(config, late) | {name: torch.empty(shapes[name]) for name in scales}
     dcp.load(adapter, checkpoint_id=step, no_dist=True)

@@ -1,4 +1,4 @@
-"""The shipped trainer for late layers (`experimental.custom_import = "tools.delay_a_model.spec"`).
+"""Set the shipped trainer up for late layers (`experimental.custom_import = "tools.delay_a_model.spec"`).
 
 The teacher is the dense model's layers from `first_late_layer` of `[late]` on, the student starts
 as a copy; all else is shared and frozen, with `lora_rank` the layers' matrices too. The loss of a
@@ -43,7 +43,8 @@ class LateArgs(LaneformerArgs):
 
 
 class CallingAttention(TitanAttention):
-    project = LaneAttention.project  # by calls of the matrices: each can have a change of its own
+    # by calls of the matrices: each can have a change of its own
+    project = LaneAttention.project
 
 
 class LateTitanLayer(LateLayer, TitanLayer):
@@ -64,6 +65,7 @@ class LateLaneformer(TitanLaneformer):
         first = self.late.first_late_layer
         for i in range(self.config.num_hidden_layers):
             self.layers[i] = (TitanLayer if i < first else LateTitanLayer)(self.config, i)
+        # first everything is frozen, then what is trained is freed
         self.requires_grad_(False)
         if self.late.lora_rank:
             self.adapters = adapt(self, self.late)
@@ -82,9 +84,9 @@ class LateLaneformer(TitanLaneformer):
 
     def begin_step(self, step: int) -> None:
         layers = self.layers[self.late.first_late_layer :]
-        now = shares(step, len(layers), self.late.anneal_steps)
+        late_shares = shares(step, len(layers), self.late.anneal_steps)
         layer: Any
-        for layer, share in zip(layers, now, strict=True):
+        for layer, share in zip(layers, late_shares, strict=True):
             layer.late = share
 
     def from_embedding(
@@ -104,10 +106,12 @@ class LateLaneformer(TitanLaneformer):
         if labels is None:
             return logits
         with torch.no_grad():
-            teacher = [layer.to(h.dtype) for layer in self.teacher]  # in place, once
+            # in place, so that it is done once
+            teacher = [layer.to(h.dtype) for layer in self.teacher]
             dense = logits_of(self, late_streams(teacher, h, rope, above, 0), late.flush)
         denominators = logits.logsumexp(-1)
         head: Any = self.lm_head
+        # the trainer's diagnostics read the largest logit and log-denominators from here
         head.normalizers = denominators.detach().flatten(), logits.detach().amax(-1).flatten()
         guess, truth = logits - denominators[..., None], dense.log_softmax(-1)
         divergence = F.kl_div(guess, truth, reduction="none", log_target=True).sum(-1)

@@ -35,6 +35,7 @@ from records.job import JobSections, read_job, stable_steps
 from tools.launch.script import ENDED, Cluster, batch_script, check_cluster, job_state, submit
 from tools.launch.snapshot import remove, resolve_job, take_snapshot
 
+# set by the launcher: other values would lead the job out of its run folder and snapshot
 OWNED = ("--job.dump_folder", "--job.config_file", "--job.config-file", "--job.dump-folder")
 PROG = "python -m tools.launch"
 console = Console(stderr=True, highlight=False, soft_wrap=True, markup=False)
@@ -72,11 +73,15 @@ class Start:
 
     config: Path
     overrides: list[str] = field(default_factory=list)
-    parent: Path | None = None  # run folder
-    checkpoint: str | None = None  # step folder, which a running parent may not have written yet
+    # run folder
+    parent: Path | None = None
+    # step folder, which a running parent may not have written yet
+    checkpoint: str | None = None
     dependency: str | None = None
-    run: Path | None = None  # folder of the new run, if its name derives from the parent's
-    skip_list: Path | None = None  # data that the parent skips, and so must the branch
+    # folder of the new run, if its name derives from the parent's
+    run: Path | None = None
+    # data that the parent skips, and so must the branch
+    skip_list: Path | None = None
 
 
 def main() -> None:
@@ -105,7 +110,7 @@ def parse_options(arguments: list[str], default: Options) -> tuple[Options, list
 
 
 def launch(options: Options, overrides: list[str]) -> None:
-    """Snapshot, script, submission. Raises ValueError before anything is queued."""
+    """Take the snapshot, write the script, submit it; ValueError before anything is queued."""
     start = choose_start(options)
     run = folder_of(options, start)
     cluster = options.cluster
@@ -115,7 +120,8 @@ def launch(options: Options, overrides: list[str]) -> None:
     if not options.dry_run:
         refuse_second_job(run)
     dependency = ",".join(filter(None, (options.dependency, start.dependency))) or None
-    if not dependency:  # a job that this one waits for may still write its checkpoint
+    # a job that this one waits for may still write its checkpoint
+    if not dependency:
         check_parent(run, start.config, all_overrides)
 
     def script(snapshot: Path) -> str:
@@ -134,11 +140,13 @@ def launch(options: Options, overrides: list[str]) -> None:
             "sbatch is not installed; launch from a login node, or with --local or --dry-run"
         )
     snapshot = take_snapshot(run, start.config, all_overrides, ranks, options.allow_dirty, script)
+    # before the job can start: it reads the list of its run folder
     if start.skip_list is not None:
         shutil.copy(start.skip_list, run)
     try:
         job_id = None if options.local else submit(snapshot / "submit.sbatch")
     except ValueError:
+        # nothing runs from it
         remove(snapshot)
         raise
     record = {
@@ -213,7 +221,7 @@ def read_parents_cluster(options: Options) -> Cluster | None:
     values = (last_launch(run) or {}).get("cluster") if run else None
     if not values:
         return None
-    # launches of before wrote null for the default
+    # older launches wrote null for the default
     stated = {name: value for name, value in values.items() if value is not None}
     return Cluster(**stated | {"env": tuple(stated.get("env", ()))})
 
@@ -233,7 +241,6 @@ def refuse_second_job(run: Path) -> None:
 
 
 # --- runs that start from another run
-# -------------------------------------------------------------------------------
 
 
 def last_launch(run: Path) -> dict[str, Any] | None:
@@ -262,15 +269,15 @@ def next_phase(run: Path, config: Path) -> Start:
     """
     checkpoint = final_checkpoint(run)
     job_id = (last_launch(run) or {}).get("job_id")
-    written = (checkpoint / ".metadata").is_file()
-    state = job_state(job_id) if job_id is not None and not written else None
-    if not written and state in ENDED:
+    exists = (checkpoint / ".metadata").is_file()
+    state = job_state(job_id) if job_id is not None and not exists else None
+    if not exists and state in ENDED:
         job = f"job {job_id} is {state or 'forgotten'}" if job_id else "no job"
         raise ValueError(
             f"{checkpoint} does not exist, and {job} that would write it; finish that run first"
         )
     overrides = ["--checkpoint.initial_load_path", str(checkpoint)]
-    return Start(config, overrides, run, str(checkpoint), None if written else f"afterok:{job_id}")
+    return Start(config, overrides, run, str(checkpoint), None if exists else f"afterok:{job_id}")
 
 
 def decay_branch(checkpoint: Path, steps: int) -> Start:
@@ -278,10 +285,10 @@ def decay_branch(checkpoint: Path, steps: int) -> Start:
     checkpoint = locate_checkpoint(checkpoint)
     run = checkpoint.parent.parent
     job_file, job = read_resolved_job(run)
-    named = re.fullmatch(r"step-(\d+)", checkpoint.name)
-    if not named:
+    match = re.fullmatch(r"step-(\d+)", checkpoint.name)
+    if not match:
         raise ValueError(f"{checkpoint} is not a checkpoint; pass RUN/checkpoint/step-N")
-    at = int(named[1])
+    at = int(match[1])
     first, last = stable_steps(job.lr_scheduler, job.training.steps)
     if not first <= at <= last:
         raise ValueError(

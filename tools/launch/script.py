@@ -1,9 +1,4 @@
-"""The batch script of a job, its submission, and the state of a Slurm job.
-
-The script runs on the first node, also without Slurm (`--local`). It checks the snapshot, starts
-the supervisor (train.supervise), forwards Slurm's signals to it, and requeues the job if the
-supervisor was stopped before the run was done (exit status 85 or 84).
-"""
+"""Write the batch script of a job, submit it, and ask for the state of a Slurm job."""
 
 from __future__ import annotations
 
@@ -21,11 +16,16 @@ from records.command import Natural, check_ranges
 from records.events import STOPPED, STOPPED_UNSAVED
 
 TIME = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?")
+# in the name of an environment variable
 SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSW|CREDENTIAL|AUTH|WEBHOOK", re.IGNORECASE)
 # the states of a job that has ended; any other counts as alive
 STATES = "COMPLETED FAILED CANCELLED TIMEOUT NODE_FAIL OUT_OF_MEMORY BOOT_FAIL DEADLINE PREEMPTED REVOKED"
-ENDED = {None, *STATES.split()}  # None: Slurm no longer knows the job
+# None: Slurm no longer knows the job
+ENDED = {None, *STATES.split()}
 
+# on the first node, also without Slurm (`--local`): checks the snapshot, starts the supervisor
+# (train.supervise), forwards Slurm's signals to it, and requeues the job if the supervisor was stopped
+# before the run was done (exit status 85 or 84)
 SCRIPT = """#!/bin/bash
 {directives}
 #SBATCH --ntasks-per-node=1
@@ -143,6 +143,7 @@ def parse_time_s(text: str) -> float:
         seconds = 60 * first + second
     else:
         seconds = ((24 * int(days or 0) + first) * 60 + second) * 60 + third
+    # Slurm takes 0 for no limit
     return seconds or math.inf
 
 
@@ -199,6 +200,7 @@ def submit(script: Path) -> int:
     outcome = run_slurm("sbatch", "--parsable", str(script))
     if outcome.returncode:
         raise ValueError(f"sbatch refused {script}: {outcome.stderr.strip()}")
+    # --parsable prints JOB or JOB;CLUSTER
     return int(outcome.stdout.strip().split(";")[0])
 
 

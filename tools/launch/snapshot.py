@@ -1,4 +1,4 @@
-"""The snapshot of a launch: everything a job runs from, in one read-only folder that later
+"""Take the snapshot of a launch: everything a job runs from, in one read-only folder that later
 edits do not affect.
 
     runs/NAME/snapshot/<time>-<commit>/
@@ -39,6 +39,7 @@ from records.job import job_flags, read_job
 from tools.launch.script import SECRET
 
 ROOT = Path(__file__).resolve().parents[2]
+# environment variables that decide how a job runs
 KEPT_VARIABLES = re.compile(
     r"^(CUDA|NCCL|TORCH|PYTORCH|OMP|MKL|GLOO|UCX|FI_|OFI|SLURM|TRITON|WANDB|HF_|LD_LIBRARY_PATH$|PATH$|LOADEDMODULES$)"
 )
@@ -93,9 +94,11 @@ def take_snapshot(
         for name, value in (("snapshot.json", facts), ("environment.json", environment())):
             (partial / name).write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
         (partial / "submit.sbatch").write_text(script(final), encoding="utf-8")
+        # last: a snapshot under its final name is complete and sealed
         seal(partial)
         partial.rename(final)
     except BaseException:
+        # Ctrl-C included: a half snapshot is of no use
         remove(partial)
         raise
     return final
@@ -116,9 +119,8 @@ def code_tree(allow_dirty: bool) -> dict[str, Any]:
                 f"the checkout differs from its commit {commit[:12]}:\n{changed}commit the changes, so that the run "
                 "can be repeated, or launch with --allow-dirty, which keeps the difference in the snapshot"
             )
-        with (
-            tempfile.TemporaryDirectory() as folder
-        ):  # a temporary index keeps the user's staging area unchanged
+        # a temporary index keeps the user's staging area unchanged
+        with tempfile.TemporaryDirectory() as folder:
             index = {"GIT_INDEX_FILE": f"{folder}/index"}
             git("read-tree", commit, **index)
             git("add", "--all", **index)
@@ -181,6 +183,7 @@ def resolve_job(
         paths["checkpoint.initial_load_path"] = os.path.abspath(parent)
     command = [str(python), "-m", "train.start_checks", "--job.config_file", str(config.resolve())]
     command += [*overrides, *job_flags(paths)]
+    # either would put this checkout's code in front of the snapshot's
     unset = ("PYTHONPATH", "PYTHONHOME")
     env = {k: v for k, v in os.environ.items() if k not in unset}
     env |= {"PYTHONDONTWRITEBYTECODE": "1", "WORLD_SIZE": str(ranks)}

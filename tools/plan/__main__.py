@@ -1,4 +1,4 @@
-"""Estimates what a training run costs, before anything runs.
+"""Estimate what a training run costs, before anything runs.
 
     python -m tools.plan configs/phase1.toml configs/phase2.toml
     python -m tools.plan configs/phase1.toml --gpu h200 --mfu 40 --training.local_batch_size 8
@@ -88,8 +88,9 @@ def plan(options: Options, overrides: list[str]) -> Result:
     """Return every figure of the plan; ValueError where job, mesh and GPUs do not fit."""
     if not options.configs:
         raise ValueError("no job file given; for example configs/phase1.toml")
-    taken: dict[str, float] = {}
-    phases = [plan_phase(options, path, overrides, taken) for path in options.configs]
+    # of each source, by all phases so far
+    tokens_read: dict[str, float] = {}
+    phases = [plan_phase(options, path, overrides, tokens_read) for path in options.configs]
     rows = preparation.parts(phases[-1]["data"], preparation.list_files(options.data))
     names = ("steps", "tokens", "flops", "days", "gpu_hours")
     total = {name: sum(phase["compute"][name] for phase in phases) for name in names}
@@ -103,9 +104,9 @@ def plan(options: Options, overrides: list[str]) -> Result:
 
 
 def plan_phase(
-    options: Options, path: Path, overrides: list[str], taken: dict[str, float]
+    options: Options, path: Path, overrides: list[str], tokens_read: dict[str, float]
 ) -> Result:
-    """Plan one phase and add its tokens of each source to `taken`."""
+    """Plan one phase and add its tokens of each source to `tokens_read`."""
 
     from tools.plan import sums
     from train.job_config import load_job
@@ -140,8 +141,8 @@ def plan_phase(
     }
     sources = read_sources(path, titan_job)
     for source in sources:
-        tokens = compute["tokens"] * source["weight"] / sum(each["weight"] for each in sources)
-        so_far = taken[source["name"]] = taken.get(source["name"], 0.0) + tokens
+        tokens = compute["tokens"] * source["weight"] / sum(other["weight"] for other in sources)
+        so_far = tokens_read[source["name"]] = tokens_read.get(source["name"], 0.0) + tokens
         epochs = so_far / source["expected_tokens"] if source["expected_tokens"] else None
         phase["data"].append(
             {**source, "tokens": tokens, "tokens_so_far": so_far, "epochs_so_far": epochs}
@@ -251,6 +252,7 @@ def take_step(config: Path, overrides: list[str], titan_job: Any, world_size: in
             *smaller.split(),
             *job_flags({"job.dump_folder": run, "mixture.lock": lock}),
         ]
+        # a CPU has no float8 products
         command += ["--quantize.linear.float8.emulate"] if titan_job.model.converters else []
         world = dict.fromkeys(("NGPU", "WORLD_SIZE"), str(world_size))
         env = os.environ | world | {"LOCAL_RANK": "0", "RANK": "0"}

@@ -1,8 +1,6 @@
-"""The arithmetic of a training run: tokens, FLOPs, time, memory, checkpoints, data, traffic.
+"""Calculate a training run: tokens, FLOPs, time, memory, checkpoints, data, traffic.
 
-Lanes on several ranks (`lane_ranks`) are calculated from their exchanges; no GPU has shown it.
-
-    P parameters   L lanes   D hidden   F intermediate   V vocabulary   B local batch   S sequence
+P parameters   L lanes   D hidden   F intermediate   V vocabulary   B local batch   S sequence
 """
 
 from __future__ import annotations
@@ -17,14 +15,18 @@ from laneformer.flops import flops_per_token
 from laneformer.joins import MODULES, Join
 from laneformer.titan.loss import CHUNK_TOKENS
 from records.checkpoints import BYTES_PER_PARAMETER
-from train.job_checks import batch_problem
+from train.job_checks import find_batch_problem
 
 Facts = dict[str, float]
 FP32, BF16 = 4, 2
-USABLE = 0.92  # of a GPU's memory; the rest is CUDA's context, NCCL's buffers and the allocator's gaps: an estimate
-NIC_BYTES_PER_S = 400e9 / 8  # of each GPU and direction: 400 Gbit/s
-RESTART_S = 600  # from a failure to the first step of the next attempt: an estimate
-LAYERS_IN_FLIGHT = 2  # FSDP gathers one layer while another one computes
+# of a GPU's memory; the rest is CUDA's context, NCCL's buffers and the allocator's gaps: an estimate
+USABLE = 0.92
+# of each GPU and direction: 400 Gbit/s
+NIC_BYTES_PER_S = 400e9 / 8
+# from a failure to the first step of the next attempt: an estimate
+RESTART_S = 600
+# FSDP gathers one layer while another one computes
+LAYERS_IN_FLIGHT = 2
 # streams beside the kept activations at the peak, in the last layer's backward pass: the gradient
 # that enters it, and what it holds beyond what it has freed; counted at commit 04aeaa48 by
 # tools.bench train-traffic
@@ -33,8 +35,6 @@ WIDE_IN_BACKWARD = {"": 3.0, "rowwise": 2.5, "tensorwise": 3.3}  # by float8 rec
 
 @dataclass(frozen=True)
 class Cluster:
-    """The hardware of a job, and its expected speed."""
-
     gpus: int
     gpus_per_node: int
     gpu: Card
@@ -56,15 +56,22 @@ class Job:
     local_batch: int
     shard: int
     replicate: int = 1
+    # calculated from the lanes' exchanges; no GPU has shown it
     lane_ranks: int = 1
-    checkpointing: str = "selective"  # or none, full
-    reshard: bool = True  # layers are gathered again for the backward pass
-    checkpoint_interval: int = 1  # 0: none is written
-    keep_latest: int = 1  # 0: all
-    keep_every: int = 0  # steps between checkpoints that are never deleted, 0: none
+    # or none, full
+    checkpointing: str = "selective"
+    # layers are gathered again for the backward pass
+    reshard: bool = True
+    # 0: none is written
+    checkpoint_interval: int = 1
+    # 0: all
+    keep_latest: int = 1
+    # steps between checkpoints that are never deleted, 0: none
+    keep_every: int = 0
     param_bytes: int = BF16
     reduce_bytes: int = FP32
-    float8: str = ""  # recipe of w1, w2 and w3
+    # recipe of w1, w2 and w3
+    float8: str = ""
 
     @property
     def tokens_per_step(self) -> int:
@@ -84,12 +91,11 @@ def check(job: Job, cluster: Cluster) -> None:
             f"give --gpus {mesh} or --parallelism.data_parallel_replicate_degree and "
             "--parallelism.data_parallel_shard_degree"
         )
-    if problem := batch_problem(job.global_batch, job.local_batch, mesh, job.lane_ranks):
+    if problem := find_batch_problem(job.global_batch, job.local_batch, mesh, job.lane_ranks):
         raise ValueError(problem)
 
 
 def compute(job: Job, cluster: Cluster) -> Facts:
-    """Tokens, FLOPs, steps and days at the expected speed."""
     tokens = job.steps * job.tokens_per_step
     flops = flops_per_token(job.config, job.seq_len)
     step_s = job.tokens_per_step / (cluster.gpus * cluster.tokens_per_s_per_gpu)
@@ -140,12 +146,14 @@ def count_kept_values(job: Job, layer: int) -> float:
     equal = config.equal_streams(layer)
     before = d if equal else wide
     # sums over ranks are always kept: they are not sent for twice
-    if job.checkpointing == "full":  # inputs alone, until the backward pass computes the rest again
+    if job.checkpointing == "full":
+        # inputs alone, until the backward pass computes the rest again
         return before + sums + (wide if config.adds_delayed(layer, "attention") else 0)
     between = d if equal and config.join(layer, "attention") == Join.PRESENT else wide
     kv = config.head_dim * config.num_key_value_heads
     narrow = (2 * d + 2 * kv + 2 * config.intermediate_size) / job.lane_ranks
-    if job.float8:  # the MLP's normed streams and w2's input are a byte each
+    if job.float8:
+        # the MLP's normed streams and w2's input are a byte each
         return (
             2 * before + between + narrow + (between + config.intermediate_size) / job.param_bytes
         )
@@ -159,7 +167,7 @@ def memory(job: Job) -> dict[str, float]:
     micro = job.local_batch * job.seq_len
     stream = micro * config.hidden_size * job.param_bytes
     wide = stream * config.num_lanes / job.lane_ranks
-    own = counts["total"] / job.shard
+    shard = counts["total"] / job.shard
     gathered = (
         LAYERS_IN_FLIGHT * counts["layer"] + counts["lm_head"] if job.reshard else counts["total"]
     )
@@ -172,7 +180,7 @@ def memory(job: Job) -> dict[str, float]:
     whole = dataclasses.replace(job, checkpointing="none")
     # of the layer whose backward pass is under way: what it has not kept
     again = (
-        max(count_kept_values(whole, i) - kept for i, kept in enumerate(by_layer))
+        max(count_kept_values(whole, i) - values for i, values in enumerate(by_layer))
         * micro
         * job.param_bytes
     )
@@ -181,9 +189,9 @@ def memory(job: Job) -> dict[str, float]:
     # unsharded gradients
     in_flight = LAYERS_IN_FLIGHT * counts["layer"] * (job.param_bytes + job.reduce_bytes)
     parts = {
-        "weights": FP32 * own,
-        "moments": (BYTES_PER_PARAMETER - FP32) * own,
-        "gradients": FP32 * own,
+        "weights": FP32 * shard,
+        "moments": (BYTES_PER_PARAMETER - FP32) * shard,
+        "gradients": FP32 * shard,
         "gathered": job.param_bytes * gathered + in_flight,
         "kept_activations": sum(by_layer) * micro * job.param_bytes,
         "working_set": max(head, WIDE_IN_BACKWARD[job.float8] * wide + again + late),
@@ -207,16 +215,17 @@ def checkpoints(job: Job, cluster: Cluster) -> Facts:
     interval = job.checkpoint_interval
     written = math.ceil(job.steps / interval) if interval else 0
     # while one is written, the newest before it are still there
-    kept = written
+    stored = written
     if job.keep_latest and interval:
         milestones = job.steps // math.lcm(interval, job.keep_every) if job.keep_every else 1
-        kept = min(written, job.keep_latest + milestones)
+        stored = min(written, job.keep_latest + milestones)
+    # half an interval on average, without checkpoints half the run
     lost_s = (interval or job.steps) / 2 * step_s + RESTART_S
     return {
         "bytes": full_bytes,
         "every_s": interval * step_s,
         "written": written,
-        "bytes_kept": kept * full_bytes,
+        "bytes_kept": stored * full_bytes,
         "hours_lost_per_failure": lost_s / 3600,
     }
 

@@ -1,1 +1,1 @@
-"""The third stage's data: conversations to packed windows with a mask, and identity conversations."""
+"""Data of supervised fine-tuning: conversations to packed windows with a mask, and identity conversations."""

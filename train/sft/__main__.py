@@ -1,5 +1,6 @@
-"""`python -m train.sft [NAME=]CONVERSATIONS... --tokenizer T --out DIR`: conversations -> the mixture
-of an SFT job.
+"""Pack conversations into the mixture of an SFT job.
+
+    python -m train.sft [NAME=]CONVERSATIONS... --tokenizer T --out DIR
 
     DIR/tokenizer.model or tokenizer.json, chat_template.jinja
     DIR/<source>/source.json, shard-NNNNN.bin, shard-NNNNN.flags.bin, valid.bin, valid.flags.bin
@@ -44,8 +45,6 @@ RANGES = {
 
 @dataclass
 class Arguments:
-    """What to pack, and how."""
-
     conversations: tyro.conf.Positional[tuple[str, ...]]
     """[NAME=]FILE, [NAME=]FOLDER or [NAME=]ORG/DATASET[:SPLIT], one or more."""
     tokenizer: Path
@@ -78,7 +77,7 @@ class Arguments:
 
 
 def main() -> None:
-    """A user error prints one line and exits with status 1."""
+    """Prepare the data; a user error prints one line and exits with status 1."""
     arguments = tyro.cli(Arguments, prog="python -m train.sft", description=__doc__)
     try:
         run(arguments)
@@ -89,8 +88,8 @@ def main() -> None:
 
 def run(arguments: Arguments) -> Path:
     """Prepare all sources and pin them; return the path of the lock file."""
-    sources = _by_name(arguments.conversations)
-    rules = _rules(arguments)
+    sources = _group_origins(arguments.conversations)
+    rules = _check_rules(arguments)
     out = arguments.out
     out.mkdir(parents=True, exist_ok=True)
     with hold_lock(
@@ -111,16 +110,17 @@ def run(arguments: Arguments) -> Path:
                 arguments.workers,
                 template,
             )
-            print(_summary(manifests[name]), flush=True)
+            print(_summarize(manifests[name]), flush=True)
         copies = {shards.TOKENIZER_MODEL: arguments.tokenizer}
         if arguments.tokenizer.suffix == ".json":
             config = arguments.tokenizer.with_name(shards.TOKENIZER_CONFIG)
             copies = {shards.TOKENIZER_JSON: arguments.tokenizer, shards.TOKENIZER_CONFIG: config}
         copies[shards.CHAT_TEMPLATE] = template_path
+        # --tokenizer may be the copy in the folder itself
         for name, path in copies.items():
             if not (copy := out / name).exists() or not copy.samefile(path):
                 shutil.copyfile(path, copy)
-        weights = _weights(
+        weights = _choose_weights(
             arguments.weights, {name: manifest["windows"] for name, manifest in manifests.items()}
         )
         lock = mixture.pin(
@@ -141,7 +141,7 @@ def run(arguments: Arguments) -> Path:
     return lock
 
 
-def _rules(arguments: Arguments) -> Rules:
+def _check_rules(arguments: Arguments) -> Rules:
     for name, (low, high) in RANGES.items():
         if not low <= (value := getattr(arguments, name)) <= high:
             raise ValueError(f"--{name.replace('_', '-')} {value} must be from {low} to {high}")
@@ -154,21 +154,22 @@ def _rules(arguments: Arguments) -> Rules:
     )
 
 
-def _by_name(given: tuple[str, ...]) -> dict[str, list[str]]:
-    """Origins by the name of their source."""
+def _group_origins(arguments: tuple[str, ...]) -> dict[str, list[str]]:
     sources: dict[str, list[str]] = {}
-    for each in given:
-        name, _, origin = each.partition("=")
-        if not origin or "/" in name or Path(each).exists():
+    for argument in arguments:
+        name, _, origin = argument.partition("=")
+        # a path may hold a "=" itself
+        if not origin or "/" in name or Path(argument).exists():
             name, origin = (
-                re.sub(r"[^a-z0-9._-]+", "-", Path(each).name.split(".")[0].lower()),
-                each,
+                re.sub(r"[^a-z0-9._-]+", "-", Path(argument).name.split(".")[0].lower()),
+                argument,
             )
         if not re.fullmatch(r"[a-z0-9][a-z0-9._-]*", name):
             raise ValueError(
-                f"{each!r}: the name {name!r} becomes a folder: use a-z, 0-9, '-', '_' and '.'"
+                f"{argument!r}: the name {name!r} becomes a folder: use a-z, 0-9, '-', '_' and '.'"
             )
-        path = Path(origin).expanduser()  # no shell does that behind NAME=
+        # no shell expands ~ behind NAME=
+        path = Path(origin).expanduser()
         files = list_files(path) if path.is_dir() else [path]
         sources.setdefault(name, []).extend(map(str, files))
     if not sources:
@@ -176,24 +177,25 @@ def _by_name(given: tuple[str, ...]) -> dict[str, list[str]]:
     return sources
 
 
-def _weights(given: tuple[str, ...], windows: dict[str, int]) -> dict[str, int]:
-    """Integer weights by source."""
-    if not given:
+def _choose_weights(options: tuple[str, ...], windows: dict[str, int]) -> dict[str, int]:
+    """Return each source's integer weight."""
+    # by size, in proportion, within the length that the order's pattern may have
+    if not options:
         scale = max(1.0, sum(windows.values()) / (order.MAX_WEIGHT_SUM - len(windows)))
         return {name: max(1, int(count / scale)) for name, count in windows.items()}
-    pairs = dict(each.partition("=")[::2] for each in given)
+    pairs = dict(option.partition("=")[::2] for option in options)
     check_known("source in --weights", pairs, windows)
     for name in windows:
         if not pairs.get(name, "").isdecimal():
             raise ValueError(
-                f"--weights {' '.join(given)}: source {name!r} needs an integer, as in {name}=1"
+                f"--weights {' '.join(options)}: source {name!r} needs an integer, as in {name}=1"
             )
     weights = {name: int(pairs[name]) for name in windows}
     order.pattern(list(weights.values()))
     return weights
 
 
-def _summary(manifest: dict[str, Any]) -> str:
+def _summarize(manifest: dict[str, Any]) -> str:
     valid, trained = manifest["valid"], manifest["trained_tokens"] / manifest["tokens"]
     room = (manifest["windows"] + valid["windows"]) * manifest["seq_len"]
     ignored = ", ".join(

@@ -1,4 +1,4 @@
-"""Conversations from files and the hub, encoded by worker processes."""
+"""Read conversations from files and the hub, and encode them in worker processes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ from records.workers import end_with_parent
 
 from .turns import Conversation, encode
 
-ROWS_AT_A_TIME = 64  # to a worker process
+# rows that a worker process gets at a time
+ROWS_AT_A_TIME = 64
 # not .json, in which data sets of the hub describe themselves
 IN_FOLDERS = ("jsonl", "ndjson", "parquet")
 
@@ -68,16 +69,17 @@ def rows(origin: str) -> Iterator[NumberedRow]:
     if suffix in ("jsonl", "json", "ndjson"):
         yield from _json_rows(path)
         return
-    import datasets  # seconds of imports, which JSON lines do not need
+    # seconds of imports, which JSON lines do not need
+    import datasets
 
     if suffix == "parquet":
-        of_arrow = datasets.load_dataset(
+        dataset = datasets.load_dataset(
             "parquet", data_files=str(path), split="train", streaming=True
         )
     elif origin.count("/") == 1 and not path.exists():
         name, _, split = origin.partition(":")
         try:
-            of_arrow = datasets.load_dataset(name, split=split or "train", streaming=True)
+            dataset = datasets.load_dataset(name, split=split or "train", streaming=True)
         except (OSError, datasets.exceptions.DatasetsError) as problem:
             raise ValueError(
                 f"{origin} is no file, and the hub does not give such a dataset: {problem}"
@@ -87,7 +89,7 @@ def rows(origin: str) -> Iterator[NumberedRow]:
             f"{origin} is no .jsonl, .jsonl.gz or .parquet file and no dataset of the hub (ORG/NAME)"
         )
     # all structs of a column have the same fields there: null stands for one that the row has not
-    for number, row in enumerate(map(without_none, of_arrow), 1):
+    for number, row in enumerate(map(without_none, dataset), 1):
         yield NumberedRow(number, row, len(json.dumps(row, ensure_ascii=False, default=str)))
 
 
@@ -103,12 +105,14 @@ def _json_rows(path: Path) -> Iterator[NumberedRow]:
             raise ValueError(f"{path} is damaged or truncated: {error}") from error
 
 
-How = tuple[bool, int, bool]  # system_and_tools, longest and cut of `encode`
+# system_and_tools, longest and cut of `encode`
+How = tuple[bool, int, bool]
 _worker: tuple[PromptEncoder, How]
 
 
 def _start_worker(tokenizer_json: str, template: dict[str, str], how: How) -> None:
     global _worker
+    # with one worker this is the main process itself
     if parent_process():
         end_with_parent()
     encoder = PromptEncoder(Tokenizer.from_str(tokenizer_json), template)
@@ -144,6 +148,7 @@ def encode_all(
     # not a Pool, which waits forever for what a killed worker had
     with ProcessPoolExecutor(workers, get_context("spawn"), _start_worker, start) as pool:
         try:
+            # in groups: `map` takes all that it is given into memory at once
             while group := list(islice(unread, 16 * ROWS_AT_A_TIME * workers)):
                 yield from pool.map(_encode_row, group, chunksize=ROWS_AT_A_TIME)
         except BrokenProcessPool as broken:

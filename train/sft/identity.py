@@ -1,4 +1,6 @@
-"""`python -m train.sft.identity FACTS.toml --out identity.jsonl`: conversations about who the model is.
+"""Write conversations about who the model is.
+
+    python -m train.sft.identity FACTS.toml --out identity.jsonl
 
 Questions and answers of a TOML, combined with greetings and other ways to write them, some about two topics
 in two turns: a few hundred conversations to mix with others, so that the model knows its name. The same file,
@@ -21,6 +23,7 @@ from records.files import write_atomically
 from records.job import read_sections
 
 EXAMPLE = Path(__file__).with_suffix(".toml")
+# the empty ones weigh: three questions of ten have no greeting
 OPENINGS = (
     "",
     "",
@@ -33,14 +36,14 @@ OPENINGS = (
     "Tell me, ",
     "Excuse me. ",
 )
-TWO_TOPICS = 0.3  # share of conversations with a second turn
-DRAWS = 50  # for each conversation asked for, before there are no new ones
+# share of conversations with a second turn
+TWO_TOPICS = 0.3
+# attempts for each conversation that is asked for, before there are no new ones
+DRAWS = 50
 
 
 @dataclass
 class Arguments:
-    """What to write, and how much."""
-
     facts: tyro.conf.Positional[Path] = EXAMPLE
     """TOML with [facts] and [[topics]]; default: the example, to copy and edit."""
     out: Path = Path("identity.jsonl")
@@ -53,16 +56,15 @@ class Arguments:
 def conversations(table: dict[str, Any], count: int, seed: int) -> list[list[dict[str, str]]]:
     """Draw `count` different conversations; ValueError for a wrong or small table."""
     topics = _topics(table)
-    drawn = random.Random(seed)
+    rng = random.Random(seed)
     chats: dict[str, list[dict[str, str]]] = {}
     for _ in range(count * DRAWS):
         turns: list[dict[str, str]] = []
-        for topic in drawn.sample(
-            topics, 2 if len(topics) > 1 and drawn.random() < TWO_TOPICS else 1
-        ):
-            question = phrase(drawn.choice(topic["questions"]), drawn, first=not turns)
+        for topic in rng.sample(topics, 2 if len(topics) > 1 and rng.random() < TWO_TOPICS else 1):
+            question = phrase(rng.choice(topic["questions"]), rng, first=not turns)
             turns += [{"role": "user", "content": question}]
-            turns += [{"role": "assistant", "content": drawn.choice(topic["answers"])}]
+            turns += [{"role": "assistant", "content": rng.choice(topic["answers"])}]
+        # duplicates are drawn again, as the count is of different ones
         chats.setdefault(json.dumps(turns), turns)
         if len(chats) == count:
             return list(chats.values())
@@ -71,18 +73,17 @@ def conversations(table: dict[str, Any], count: int, seed: int) -> list[list[dic
     )
 
 
-def phrase(question: str, drawn: random.Random, first: bool) -> str:
+def phrase(question: str, rng: random.Random, first: bool) -> str:
     """Write a question as people do."""
-    opening = drawn.choice(OPENINGS) if first else ""
+    opening = rng.choice(OPENINGS) if first else ""
     if opening.endswith((", ", ": ")):
         question = question[0].lower() + question[1:]
     text = opening + question
-    text = text.lower() if drawn.random() < 0.2 else text
-    return text.rstrip("?.!") if drawn.random() < 0.2 else text
+    text = text.lower() if rng.random() < 0.2 else text
+    return text.rstrip("?.!") if rng.random() < 0.2 else text
 
 
 def _topics(table: dict[str, Any]) -> list[dict[str, list[str]]]:
-    """The topics with the facts put in."""
     check_known("table", table, ("facts", "topics"))
     facts, topics = table.get("facts", {}), table.get("topics", [])
     if not topics:

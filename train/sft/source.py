@@ -1,7 +1,4 @@
-"""A source of packed conversations on disk: shards and held-out windows with their flags, and source.json.
-
-It appears by one rename, and a finished one is kept as long as what it was made from has not changed.
-"""
+"""Write a source of packed conversations: shards and held-out windows with their flags, and source.json."""
 
 from __future__ import annotations
 
@@ -22,8 +19,10 @@ from .turns import Conversation
 
 WINDOWS_PER_SHARD = 8192
 FLAGS = ".flags.bin"
-MOST_PER_10000 = 5000  # the highest --holdout
-READING = 2  # how rows are read: sources that were made in another way are made again
+# the highest --holdout
+MOST_PER_10000 = 5000
+# version of how rows are read: sources that were made by another one are made again
+READING = 2
 
 
 @dataclass(frozen=True)
@@ -47,7 +46,7 @@ def prepare(
     workers: int,
     template: dict[str, str],
 ) -> dict[str, Any]:
-    """Write a source, or find it written; return its manifest."""
+    """Write a source, unless it is finished; return its manifest."""
     # a dataset of the hub has no hash: it may have changed since
     hashes = [file_sha256(Path(origin)) if Path(origin).is_file() else None for origin in origins]
     facts = {
@@ -65,15 +64,17 @@ def prepare(
     conversations, counts = _read(origins, tokenizer, template, rules, workers)
     _check_dropped(folder.name, counts, max_dropped)
     limit = shards.find_held_out_limit(rules.valid_per_10000)
-    train = [each for each in conversations if each.key % 2**64 >= limit]
-    valid = [each for each in conversations if each.key % 2**64 < limit]
+    # by content: a conversation is on the same side whatever else the source holds
+    train = [chat for chat in conversations if chat.key % 2**64 >= limit]
+    valid = [chat for chat in conversations if chat.key % 2**64 < limit]
     if not train or not valid:
         raise ValueError(
             f"source {folder.name!r} has {len(train)} conversations to train on and {len(valid)} held out, by their "
             f"hashes; both need at least one: {_advise_holdout(conversations)}"
         )
     partial = folder.with_name(f".{folder.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)  # of a run that was killed
+    # of a run that was killed
+    shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     dtype = np.dtype(f"<u{facts['token_bytes']}")
     entries = _write(partial, "train", train, rules, dtype)
@@ -82,8 +83,8 @@ def prepare(
         **facts,
         "windows_per_shard": WINDOWS_PER_SHARD,
         "documents": len(conversations),
-        "tokens": sum(len(each.ids) for each in conversations),
-        "trained_tokens": int(sum(each.trained.sum() for each in conversations)),
+        "tokens": sum(len(chat.ids) for chat in conversations),
+        "trained_tokens": int(sum(chat.trained.sum() for chat in conversations)),
         **counts,
         "windows": sum(entry["windows"] for entry in entries),
         "shards": entries,
@@ -98,7 +99,7 @@ def _advise_holdout(conversations: list[Conversation]) -> str:
     """Say how to get a conversation held out."""
     if not conversations:
         return "add conversations"
-    hashes = [each.key % 2**64 for each in conversations]
+    hashes = [chat.key % 2**64 for chat in conversations]
     # the smallest share of 10,000 above the lowest hash
     per_10000 = min(hashes) * 10_000 // 2**64 + 1
     if max(hashes) < shards.find_held_out_limit(per_10000) or per_10000 > MOST_PER_10000:
@@ -125,32 +126,31 @@ def _find_finished(folder: Path, facts: dict[str, Any]) -> dict[str, Any] | None
 def _read(
     origins: list[str], tokenizer: Any, template: dict[str, str], rules: Rules, workers: int
 ) -> tuple[list[Conversation], dict[str, Any]]:
-    """Read the conversations, each once, and the counts of source.json."""
     by_key: dict[int, Conversation] = {}
     reasons, ignored, examples = Counter[str](), Counter[str](), dict[str, str]()
     dropped_bytes, read, read_bytes = Counter[str](), 0, 0
     for origin in origins:
         how = (rules.system_and_tools, rules.seq_len, rules.cut_long)
-        for each, size_bytes in encode_all(origin, tokenizer, template, how, workers):
+        for chat, size_bytes in encode_all(origin, tokenizer, template, how, workers):
             read, read_bytes = read + 1, read_bytes + size_bytes
-            if isinstance(each, Refusal):
-                reasons[each.reason] += 1
-                dropped_bytes[each.reason] += size_bytes
-                examples.setdefault(each.reason, f"{origin}, {each.words}")
+            if isinstance(chat, Refusal):
+                reasons[chat.reason] += 1
+                dropped_bytes[chat.reason] += size_bytes
+                examples.setdefault(chat.reason, f"{origin}, {chat.words}")
                 continue
-            ignored.update(each.ignored)
-            first = by_key.setdefault(each.key, each)
-            if first is not each:
+            ignored.update(chat.ignored)
+            first = by_key.setdefault(chat.key, chat)
+            if first is not chat:
                 reasons["duplicate"] += 1
                 dropped_bytes["duplicate"] += size_bytes
                 # what one copy excludes, whatever the order of rows
-                first.trained[:] &= each.trained
+                first.trained[:] &= chat.trained
     # by key: the same whatever the order of rows and files
     ordered = [by_key[key] for key in sorted(by_key)]
     counts = {
         "read": read,
         "kept": len(ordered),
-        "cut": sum(each.cut for each in ordered),
+        "cut": sum(chat.cut for chat in ordered),
         "system_ignored": ignored["system"],
         "ignored": dict(sorted(ignored.items())),
         "dropped": dict(sorted(reasons.items())),
@@ -162,8 +162,10 @@ def _read(
 
 
 def _check_dropped(name: str, counts: dict[str, Any], max_dropped: float) -> None:
-    lost = {reason: count for reason, count in counts["dropped"].items() if reason != "duplicate"}
-    share = sum(lost.values()) / max(counts["read"], 1)
+    unusable = {
+        reason: count for reason, count in counts["dropped"].items() if reason != "duplicate"
+    }
+    share = sum(unusable.values()) / max(counts["read"], 1)
     if share > max_dropped:
         raise ValueError(
             f"source {name!r}: {share:.1%} of {counts['read']:,} conversations cannot be used "
@@ -178,7 +180,8 @@ def list_dropped(counts: dict[str, Any]) -> str:
     reasons = []
     for reason, count in counts["dropped"].items():
         facts = [examples[reason]] if reason in examples else []
-        if "dropped_bytes" in counts:  # a source that is older has none
+        # the manifest of an older source has none
+        if "dropped_bytes" in counts:
             share = counts["dropped_bytes"][reason] / counts["read_bytes"]
             facts.insert(0, f"{share:.1%} of the bytes")
         reasons.append(
@@ -190,9 +193,8 @@ def list_dropped(counts: dict[str, Any]) -> str:
 def _write(
     folder: Path, part: str, conversations: list[Conversation], rules: Rules, dtype: np.dtype
 ) -> list[dict[str, Any]]:
-    """Pack and write one part; return the entries of its files."""
-    windows = packing.pack([len(each.ids) for each in conversations], rules.seq_len)
-    windows = packing.shuffle_windows(windows, [each.key for each in conversations], rules.seed)
+    windows = packing.pack([len(chat.ids) for chat in conversations], rules.seq_len)
+    windows = packing.shuffle_windows(windows, [chat.key for chat in conversations], rules.seed)
     entries = []
     step = WINDOWS_PER_SHARD if part == "train" else len(windows)
     for number, first in enumerate(range(0, len(windows), step)):
@@ -202,8 +204,8 @@ def _write(
         )
         streams = ((".bin", tokens), (FLAGS, flags))
         files = [
-            shards.write_windows(folder / f"{name}{end}", each, rules.seq_len)
-            for end, each in streams
+            shards.write_windows(folder / f"{name}{end}", stream, rules.seq_len)
+            for end, stream in streams
         ]
         entries.append({**files[0], "flags": files[1]})
     return entries

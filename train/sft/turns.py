@@ -1,4 +1,4 @@
-"""A row through a chat template: the ids that a server makes of the same request, and which are trained.
+"""Encode a row by a chat template: the ids that a server makes of the same request, and which are trained.
 
 A row has "messages" ([{"role", "content"}, ...], as in the OpenAI API) or "conversations" ([{"from",
 "value"}, ...], as ShareGPT). Whatever cannot be used has a reason of one word, by which it is counted.
@@ -16,10 +16,13 @@ import xxhash
 from laneformer.chat import ASSISTANT, SYSTEM, TOOL, USER, ChatError
 from laneformer.prompts import PromptEncoder
 
-SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}  # where they are not those of OpenAI
+# where they are not those of OpenAI
+SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
 Message = dict[str, Any]
-DEVELOPER = "developer"  # OpenAI's newer name of the system
-OF_ROW = ("system", "tools", "functions", "images", "audios", "videos")  # beside the messages
+# OpenAI's newer name of the system
+DEVELOPER = "developer"
+# fields of a row beside its messages, and those of a message: what the template does not show is counted
+OF_ROW = ("system", "tools", "functions", "images", "audios", "videos")
 OF_MESSAGE = ("role", "content", "from", "value", "weight", "train", "name", "id", "tool_calls")
 
 
@@ -60,16 +63,19 @@ def encode(
         if isinstance(message, Mapping) and message.get("role") == ASSISTANT:
             ignored |= {name for name, value in message.items() if value and name not in OF_MESSAGE}
     if system_and_tools:
-        turns, tools = messages_of_row, _tools(row.get("tools"))
+        turns, tools = messages_of_row, _parse_tools(row.get("tools"))
         ignored -= {"system", "tools"}
     else:
         turns, tools = [message for message in messages_of_row if not _is_system(message)], []
         ignored |= {"system"} if len(turns) < len(messages_of_row) else set()
-    messages = [_plain(message, number, system_and_tools) for number, message in enumerate(turns)]
+    messages = [
+        _format_message(message, number, system_and_tools) for number, message in enumerate(turns)
+    ]
     _check_order(messages)
     try:
         json.dumps([messages, tools], ensure_ascii=False).encode()
-    except (UnicodeEncodeError, TypeError):  # JSON can hold lone surrogates, Arrow dates and bytes
+    except (UnicodeEncodeError, TypeError):
+        # JSON can hold lone surrogates, Arrow dates and bytes
         raise ChatError(
             "content", "the conversation has a value that is no valid text or JSON"
         ) from None
@@ -77,7 +83,8 @@ def encode(
     replies = [number for number, message in enumerate(messages) if message["role"] == ASSISTANT]
     trained, fitting = np.zeros(len(ids), dtype=bool), (0, 0)
     for number, (begin, end) in zip(replies, answers, strict=True):
-        trained[begin:end] = _is_wanted(turns[number], number)
+        trained[begin:end] = _is_learned(turns[number], number)
+        # a cut ends with an answer: a call without its result would be a conversation that no server has
         if end <= longest and "tool_calls" not in messages[number]:
             fitting = (end, number + 1)
     end, count = fitting if cut and len(ids) > longest else (len(ids), len(messages))
@@ -85,13 +92,14 @@ def encode(
         raise ChatError("too_long", f"{len(ids)} tokens, the longest that fits has {longest}")
     if not trained[:end].any():
         raise ChatError("no_reply", "no message of the assistant that is trained")
+    # without ids of calls and fields like a name: the same words are a duplicate
     texts = [
         [
-            each["role"],
-            each["content"].strip(),
-            *(call["function"] for call in each.get("tool_calls", ())),
+            message["role"],
+            message["content"].strip(),
+            *(call["function"] for call in message.get("tool_calls", ())),
         ]
-        for each in messages[:count]
+        for message in messages[:count]
     ]
     key = xxhash.xxh3_128_intdigest(json.dumps(texts + tools).encode())
     array = np.array(ids[:end], dtype=np.uint32)
@@ -103,7 +111,7 @@ def read_messages(row: Any) -> list[dict[str, Any]]:
     if row is None:
         raise ChatError("not_json", "the line is not JSON")
     if isinstance(row, dict) and isinstance(row.get("messages"), list):
-        messages = [_with_one_text(message) for message in row["messages"]]
+        messages = [_join_texts(message) for message in row["messages"]]
     elif isinstance(row, dict) and isinstance(turns := row.get("conversations"), list):
         if any(
             not isinstance(turn, dict) or not {"from", "value"} <= turn.keys() for turn in turns
@@ -121,12 +129,13 @@ def read_messages(row: Any) -> list[dict[str, Any]]:
         ]
     else:
         raise ChatError("fields", "a row needs a list 'messages' or 'conversations'")
-    if isinstance(system := row.get("system"), str) and system:  # as ShareGPT has it
+    # ShareGPT has the system message beside the turns
+    if isinstance(system := row.get("system"), str) and system:
         messages.insert(0, {"role": SYSTEM, "content": system})
     return messages
 
 
-def _with_one_text(message: Any) -> Any:
+def _join_texts(message: Any) -> Any:
     """Join the texts of a message's content as the server does."""
     parts = message.get("content") if isinstance(message, dict) else None
     if not isinstance(parts, list):
@@ -137,7 +146,8 @@ def _with_one_text(message: Any) -> Any:
         if isinstance(part, dict) and part.get("type") == "text"
     ]
     if len(texts) < len(parts) or not all(isinstance(text, str) for text in texts):
-        return message  # which has no text
+        # images and the like: left as they are, which `_format_message` refuses
+        return message
     return {**message, "content": "\n".join(texts)}
 
 
@@ -145,8 +155,7 @@ def _is_system(message: Any) -> bool:
     return isinstance(message, Mapping) and message.get("role") in (SYSTEM, DEVELOPER)
 
 
-def _is_wanted(message: Message, number: int) -> bool:
-    """Tell whether an assistant's message is learned."""
+def _is_learned(message: Message, number: int) -> bool:
     # unless "weight": 0 (OpenAI) or "train": false (axolotl)
     weight, train = message.get("weight"), message.get("train")
     if weight not in (None, 0, 1) or train not in (None, False, True):
@@ -157,7 +166,7 @@ def _is_wanted(message: Message, number: int) -> bool:
     return weight != 0 and train is not False
 
 
-def _object(value: Any) -> Any:
+def _parse_json(value: Any) -> Any:
     """Parse JSON in a text; else return the value itself."""
     try:
         return json.loads(value) if isinstance(value, str) else value
@@ -165,19 +174,21 @@ def _object(value: Any) -> Any:
         return None
 
 
-def _tools(given: Any) -> list[Any]:
-    tools = _object(given) if given else []
+def _parse_tools(value: Any) -> list[Any]:
+    tools = _parse_json(value) if value else []
     listed = tools if isinstance(tools, list) else [None]
     functions = [tool.get("function") if isinstance(tool, dict) else None for tool in listed]
-    if not all(isinstance(each, dict) and isinstance(each.get("name"), str) for each in functions):
+    if not all(
+        isinstance(entry, dict) and isinstance(entry.get("name"), str) for entry in functions
+    ):
         raise ChatError(
             "tools",
-            f"tools are {given!r:.80}; they need the form [{{'type': 'function', 'function': {{'name': ...}}}}]",
+            f"tools are {value!r:.80}; they need the form [{{'type': 'function', 'function': {{'name': ...}}}}]",
         )
     return listed
 
 
-def _plain(message: Any, number: int, system_and_tools: bool) -> Message:
+def _format_message(message: Any, number: int, system_and_tools: bool) -> Message:
     """Write a message as a server gives it to a template."""
     if not isinstance(message, Mapping) or "role" not in message:
         raise ChatError("fields", f"message {number} is {message!r:.80}; it needs the field 'role'")
@@ -204,7 +215,7 @@ def _plain(message: Any, number: int, system_and_tools: bool) -> Message:
             f"message {number} calls a tool, which would be left out of what is trained; {fix}",
         )
     if calls:
-        plain["tool_calls"] = [_call(call, number) for call in calls]
+        plain["tool_calls"] = [_format_call(call, number) for call in calls]
     if role == TOOL:
         plain["tool_call_id"] = message.get("tool_call_id")
     if calls and role != ASSISTANT:
@@ -216,13 +227,13 @@ def _plain(message: Any, number: int, system_and_tools: bool) -> Message:
     return plain
 
 
-def _call(call: Any, number: int) -> Message:
+def _format_call(call: Any, number: int) -> Message:
     function = call.get("function") if isinstance(call, Mapping) else None
     name, arguments = (
         function.get(key) if isinstance(function, Mapping) else None
         for key in ("name", "arguments")
     )
-    arguments = _object(arguments or "{}")
+    arguments = _parse_json(arguments or "{}")
     if not isinstance(name, str) or not isinstance(arguments, dict):
         raise ChatError(
             "tools",
@@ -248,11 +259,11 @@ def _check_order(messages: Sequence[Message]) -> None:
                 "order", f"message {number} is the {role}'s, but it is the {expected}'s turn"
             )
         if role == TOOL:
-            call, gave = waiting.pop(0), message["tool_call_id"]
-            if None not in (call, gave) and call != gave:
+            call, answered = waiting.pop(0), message["tool_call_id"]
+            if None not in (call, answered) and call != answered:
                 raise ChatError(
                     "order",
-                    f"message {number} is the result of {gave!r}, but that of {call!r} is next",
+                    f"message {number} is the result of {answered!r}, but that of {call!r} is next",
                 )
         else:
             waiting = [call["id"] for call in message.get("tool_calls", ())]

@@ -1,4 +1,4 @@
-"""Alerts: a webhook and a command that are told when somebody should look at the run."""
+"""Alert people: call a webhook and run a command when somebody should look at the run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from records.events import record_event
 from records.files import host_name, read_lines
 from records.job import JobSections
 
-OF_WORKERS = ("bad_step", "save_failed", "disk_full", "kernels_replaced")  # events worth an alert
+# events of workers that are worth an alert
+OF_WORKERS = ("bad_step", "save_failed", "disk_full", "kernels_replaced")
 
 
 class Alerts:
@@ -27,9 +28,10 @@ class Alerts:
         self.dropped: dict[str, int] = {}
         self.threads: list[threading.Thread] = []
         self.events = self.run / "events.jsonl"
-        self.seen = len(read_lines(self.events))
+        # lines read so far: those of earlier supervisors are no news
+        self.read_count = len(read_lines(self.events))
 
-    def missing(self) -> str | None:
+    def find_problem(self) -> str | None:
         """Say why the webhook cannot work; None if it can."""
         name = self.section.webhook_env
         return (
@@ -41,7 +43,7 @@ class Alerts:
     def follow(self) -> None:
         """Send what the workers have reported since the last call."""
         events = read_lines(self.events)
-        new, self.seen = events[self.seen :], len(events)
+        new, self.read_count = events[self.read_count :], len(events)
         for event in new:
             if event.get("kind") in OF_WORKERS:
                 step, reason = event.get("step"), event.get("reason")
@@ -54,6 +56,7 @@ class Alerts:
         if now_s - self.sent_s.get(kind, -every_s) < every_s:
             self.dropped[kind] = self.dropped.get(kind, 0) + 1
             return
+        # at the start of the delivery: one that fails counts as well, or a broken server would be called all the time
         self.sent_s[kind] = now_s
         more = (
             f" ({n} more of this kind since the last alert)"
@@ -77,7 +80,8 @@ class Alerts:
         def attempt() -> None:
             try:
                 deliver()
-            except Exception as problem:  # whatever a server or a URL can do: the job goes on
+            except Exception as problem:
+                # whatever a server or a URL can do, the job goes on; a webhook's URL is a secret
                 reason = f"{way}: {type(problem).__name__}: {problem}"
                 record_event(
                     self.run,

@@ -1,4 +1,4 @@
-"""One attempt, from the supervisor's side: start the workers, pass on stop requests, kill what hangs."""
+"""Run one attempt from the supervisor's side: start the workers, pass on stop requests, kill what hangs."""
 
 from __future__ import annotations
 
@@ -22,20 +22,24 @@ from .heartbeat import HangWatch, interval_s
 from .signals import StopSignals
 from .workers import NO_NUMA_BINDING, SLURM_GRACE_S, end_workers, start_workers
 
-POLL_S = 0.2  # for the end of the local process and stop requests; files are read much more rarely
+# for the end of the local process and stop requests; files are read much more rarely
+POLL_S = 0.2
 # torchrun's report on the console names the cause; outcome.json may hold a consequence seen by another rank
 ROOT_CAUSE = re.compile(
     r"Root Cause.*?host +: (\S+).*?rank +: (\d+).*?exitcode +: (-?\d+)", re.DOTALL
 )
-REPORT_BYTES = 16 << 20  # torchrun's reports are among so many last bytes of the console
-FULL_BYTES = 16 << 20  # less room than this is none
+# torchrun's report is among so many last bytes of the console
+REPORT_BYTES = 16 << 20
+# a disk with less room is full
+FULL_BYTES = 16 << 20
 HINTS = {
     signal.SIGKILL: "out of memory, or killed from outside",
     signal.SIGBUS: "no room in shared memory, or a file that was cut",
     signal.SIGSEGV: "a fault in native code",
     signal.SIGABRT: "a native library gave up; its words are in the log",
 }
-DEATH_S = 10.0  # a process blocked on a dead file system survives even SIGKILL: so long is waited
+# how long to wait after SIGKILL, which a process blocked on a dead file system survives
+DEATH_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -73,6 +77,7 @@ class Attempt:
     ) -> None:
         """Clear what an earlier attempt left for its supervisor, and start the workers."""
         shutil.rmtree(self.heartbeats, ignore_errors=True)
+        # either would be taken for this attempt's
         for stale in ("outcome.json", "stop"):
             (self.job.run / stale).unlink(missing_ok=True)
         self.nodes, self.nproc_per_node = nodes, nproc_per_node
@@ -89,7 +94,7 @@ class Attempt:
             ended = self._follow()
         finally:
             self._kill()
-        return ended or self._outcome()
+        return ended or self._describe_end()
 
     def _follow(self) -> Ended | None:
         """Watch until the workers have ended by themselves (None), or have to be killed."""
@@ -100,7 +105,7 @@ class Attempt:
         passed_on, next_look_s = False, 0.0
         while self.workers.poll() is None:
             time.sleep(POLL_S)
-            if self.stop.asked and not passed_on:
+            if self.stop.request and not passed_on:
                 # a file reaches any node, while srun and torchrun act on signals themselves instead of passing them on
                 with suppress(OSError):  # a full disk: tried again
                     (self.job.run / "stop").touch()
@@ -117,30 +122,31 @@ class Attempt:
                 self.on_look()
                 if (waited_s := self.hang.look()) is not None:
                     if read_outcome(self.job.run) is not None or self._workers_are_gone():
-                        return None  # a worker recorded why the job ends, or all have died, but not everything exits
-                    return self._on_hang(waited_s)
+                        # a worker recorded why the job ends, or all have died, but not everything exits
+                        return None
+                    return self._record_hang(waited_s)
         return None
 
-    def _outcome(self) -> Ended:
+    def _describe_end(self) -> Ended:
         outcome = read_outcome(self.job.run)
         if outcome is not None and outcome["code"] != CRASHED:
             return Ended(outcome["code"], outcome["step"], outcome["reason"])
         self.hang.look()
-        status = exit_words(self.workers.returncode)
+        status = describe_exit(self.workers.returncode)
         node: str | None = None
         reason = outcome["reason"] if outcome else f"no worker recorded an outcome, {status}"
         suspects: tuple[str, ...] = ()
-        if cause := ROOT_CAUSE.search(last_text(self.logs / "console.log", REPORT_BYTES)):
+        if cause := ROOT_CAUSE.search(read_tail(self.logs / "console.log", REPORT_BYTES)):
             host, rank, exitcode = cause[1], int(cause[2]), int(cause[3])
             node = self.nodes[rank // self.nproc_per_node] if self.nodes else host
-            reason += f" (first to fail: rank {rank} on {node}, {exit_words(exitcode)})"
+            reason += f" (first to fail: rank {rank} on {node}, {describe_exit(exitcode)})"
             if exitcode == -signal.SIGABRT:
                 # NCCL's watchdog ends ranks that wait, not the one they wait for
                 blamed, words = self.hang.blame(ended=True)
                 reason, suspects = f"{reason}; {words}", self._nodes_of(blamed)
                 node = None if blamed else node
         places = (self.job.run, self.logs, Path(tempfile.gettempdir()), Path("/dev/shm"))
-        reason = "; ".join([reason, *full_disks(places)])
+        reason = "; ".join([reason, *list_full_disks(places)])
         step = outcome["step"] if outcome else self.hang.step
         return Ended(CRASHED, step, reason, suspects, node)
 
@@ -149,9 +155,10 @@ class Attempt:
             {self.nodes[rank // self.nproc_per_node] for rank in ranks} if self.nodes else ()
         )
 
-    def _on_hang(self, waited_s: float) -> Ended:
+    def _record_hang(self, waited_s: float) -> Ended:
         """Keep the evidence: the step of every rank, and the stacks of all."""
-        time.sleep(1)  # the workers' own watchdogs have just written, or are about to
+        # the workers' own watchdogs have just written their stacks, or are about to
+        time.sleep(1)
         self.hang.look()
         blamed, words = self.hang.blame()
         evidence = self.logs / "hang"
@@ -183,7 +190,7 @@ class Attempt:
             self.processes |= set(psutil.Process(self.workers.pid).children(recursive=True))
 
     def _workers_are_gone(self) -> bool:
-        """Whether torchrun, on this machine, has outlived all its workers."""
+        """Tell whether torchrun, on this machine, has outlived all its workers."""
         return self.nodes is None and bool(self.processes) and all(map(_is_gone, self.processes))
 
     def _kill(self) -> None:
@@ -207,16 +214,17 @@ def _is_gone(process: psutil.Process) -> bool:
         return True
 
 
-def exit_words(status: int) -> str:
+def describe_exit(status: int) -> str:
     """Say an exit status in words."""
-    number = -status if status < 0 else status - 128  # as a shell says it
+    # a shell adds 128 to a signal's number, Python negates it
+    number = -status if status < 0 else status - 128
     if number not in set(signal.Signals):
         return f"exit status {status}"
     hint = HINTS.get(signal.Signals(number))
     return f"signal {number}, {signal.Signals(number).name}" + (f": {hint}" if hint else "")
 
 
-def last_text(path: Path, size_bytes: int) -> str:
+def read_tail(path: Path, size_bytes: int) -> str:
     """Return the end of a file; "" if there is none."""
     with suppress(FileNotFoundError), open(path, "rb") as file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - size_bytes))
@@ -224,9 +232,9 @@ def last_text(path: Path, size_bytes: int) -> str:
     return ""
 
 
-def full_disks(paths: Iterable[Path]) -> list[str]:
-    """Say which disks of these places have no room."""
-    full: dict[int, str] = {}  # by device
+def list_full_disks(paths: Iterable[Path]) -> list[str]:
+    # by device: several of the places may be on one disk
+    full: dict[int, str] = {}
     for path in paths:
         with suppress(OSError):
             usage, device = shutil.disk_usage(path), path.stat().st_dev

@@ -1,9 +1,4 @@
-"""Heartbeats, one small file per rank (RUN/heartbeats/rank-N.json), and the ranks to blame for a hang.
-
-That the file changes shows that the process is alive, its `step` whether it makes progress. When one rank hangs, all
-others wait for it, so every rank marks what it is about to do (`enter`) before it may wait for others: who has passed
-fewest marks is the one that the others wait for.
-"""
+"""Write heartbeats, one small file per rank (RUN/heartbeats/rank-N.json), and find the rank that others wait for."""
 
 from __future__ import annotations
 
@@ -20,7 +15,8 @@ from typing import Any
 
 from records.files import host_name, write_atomically
 
-SILENT_INTERVALS = 3  # missed heartbeats of a rank that is not alive
+# missed heartbeats of a rank that is not alive
+SILENT_INTERVALS = 3
 
 
 def interval_s(hang_timeout_s: float) -> float:
@@ -29,7 +25,7 @@ def interval_s(hang_timeout_s: float) -> float:
 
 
 class Heartbeat:
-    """Written by a worker; `beat` at every step."""
+    """A worker's heartbeat, written by a thread; `beat` marks every step."""
 
     current: Heartbeat | None = None  # of this process
 
@@ -52,7 +48,7 @@ class Heartbeat:
         Heartbeat.current = self
 
     def beat(self, step: int) -> None:
-        """This rank has finished a step."""
+        """Mark a step as finished by this rank."""
         self.state["step"] = step
         self.enter(f"the end of step {step}")
         faulthandler.dump_traceback_later(self.hang_timeout_s, file=self.stacks)
@@ -63,30 +59,28 @@ class Heartbeat:
         yield lambda part: self.enter(f"{part} of step {step}")
         self.beat(step)
 
-    def enter(self, what: str) -> None:
+    def enter(self, activity: str) -> None:
         """Mark what this rank is about to do."""
-        self.state["mark"] = (self.state["mark"][0] + 1, what)
+        self.state["mark"] = (self.state["mark"][0] + 1, activity)
 
     def close(self) -> None:
         faulthandler.cancel_dump_traceback_later()
 
     def _write_periodically(self) -> None:
         while True:
-            with contextlib.suppress(
-                OSError
-            ):  # a full disk must not end the job; the supervisor sees an old file
+            # a full disk must not end the job; the supervisor sees an old file
+            with contextlib.suppress(OSError):
                 write_atomically(self.path, json.dumps({**self.state, "time": time.time()}))
             time.sleep(self.interval_s)
 
 
-def enter(what: str) -> None:
+def enter(activity: str) -> None:
     """`Heartbeat.enter` for code that is not handed the heartbeat."""
     if Heartbeat.current is not None:
-        Heartbeat.current.enter(what)
+        Heartbeat.current.enter(activity)
 
 
 def read_heartbeats(folder: Path) -> dict[int, dict[str, Any]]:
-    """The last heartbeat of every rank."""
     beats = {}
     for path in folder.glob("rank-*.json"):
         with contextlib.suppress(OSError, ValueError):
@@ -109,7 +103,8 @@ class HangWatch:
         self.folder, self.ranks, self.clock = folder, ranks, clock
         self.hang_timeout_s, self.start_timeout_s = hang_timeout_s, start_timeout_s
         self.beats: dict[int, dict[str, Any]] = {}
-        self.changed_s: dict[int, float] = {}  # when a rank's heartbeat was last seen to be another
+        # when a rank's heartbeat last changed, by this clock: the nodes' own may differ
+        self.changed_s: dict[int, float] = {}
         self.advanced_s = clock()
 
     def look(self) -> float | None:
@@ -121,6 +116,7 @@ class HangWatch:
         steps = {rank: beat["step"] for rank, beat in self.beats.items()}
         if steps != {rank: beat["step"] for rank, beat in before.items()}:
             self.advanced_s = now
+        # the first step compiles and loads: it has a timeout of its own
         started = any(step is not None for step in steps.values())
         waited_s = now - self.advanced_s
         return (
@@ -141,6 +137,7 @@ class HangWatch:
             ended: the ranks are dead by now, so that silence says nothing.
         """
         silent_s = SILENT_INTERVALS * interval_s(self.hang_timeout_s)
+        # (marks passed, what it does); -2 and -1 come before every mark
         places: dict[int, tuple[int, str]] = {}
         for rank in range(self.ranks):
             beat = self.beats.get(rank)
@@ -150,21 +147,24 @@ class HangWatch:
                 places[rank] = (-1, f"silent, last in {beat['mark'][1]}")
             else:
                 places[rank] = (beat["mark"][0], f"in {beat['mark'][1]}")
+        # When one rank hangs, all others wait for it. Every rank marks what it is about to do before it
+        # may wait for others, so who has passed fewest marks is the one that the others wait for
         last = min(place for place, _ in places.values())
         behind = [rank for rank, (place, _) in places.items() if place == last]
-        where = Counter(words for _, words in places.values()).most_common(4)
+        counts = Counter(words for _, words in places.values()).most_common(4)
+        # where most ranks are no further, none keeps the others waiting
         if len(behind) > self.ranks / 2:
-            total = f"all {self.ranks} ranks" if len(where) == 1 else "ranks"
+            total = f"all {self.ranks} ranks" if len(counts) == 1 else "ranks"
             return [], f"no suspect: {total} " + ", ".join(
-                w if len(where) == 1 else f"{n} {w}" for w, n in where
+                words if len(counts) == 1 else f"{n} {words}" for words, n in counts
             )
-        named = ", ".join(
+        laggards = ", ".join(
             f"rank {rank} on {self._host(rank)} {places[rank][1]}" for rank in behind[:4]
         )
         others = ", ".join(
-            f"{n} {words}" for words, n in where if words not in {places[r][1] for r in behind}
+            f"{n} {words}" for words, n in counts if words not in {places[r][1] for r in behind}
         )
-        return behind, f"{named}; the other ranks: {others}"
+        return behind, f"{laggards}; the other ranks: {others}"
 
     def _host(self, rank: int) -> str:
         return self.beats[rank]["host"] if rank in self.beats else "an unknown host"

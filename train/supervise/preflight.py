@@ -1,4 +1,4 @@
-"""Pre-flight, before every attempt: is each node fit to train, and do the chosen ones reach each other?
+"""Check before every attempt that each node is fit to train, and that the chosen ones reach each other.
 
     python -m train.supervise.preflight [--gpus N] [--free-disk-gib X] --job.config_file X.toml
                                         [--section.key value ...]
@@ -38,14 +38,20 @@ from .workers import end_workers, srun, start_workers
 GIB = 1 << 30
 # of all checks of a node; torch's import takes minutes on a cold file system
 NODE_DEADLINE_S = 900.0
-MEET_S = 240  # until all ranks of an exchange have started
-TIMEOUT_S = 60  # of gloo and of NCCL, once all ranks are there
+# until all ranks of an exchange have started
+MEET_S = 240
+# of gloo and of NCCL, once all ranks are there
+TIMEOUT_S = 60
 EXCHANGE_DEADLINE_S = MEET_S + 2 * TIMEOUT_S + 120
-SLOW_NODE = 1.5  # times the median of the nodes' products: such a node would slow down all others
-FREE_GPU_MEMORY = 0.95  # less: another process still holds memory
-SCRATCH_GIB = 1.0  # compile caches
+# times the median of the nodes' products: such a node would slow down all others
+SLOW_NODE = 1.5
+# share; with less, another process still holds memory
+FREE_GPU_MEMORY = 0.95
+# room for compile caches
+SCRATCH_GIB = 1.0
 SHARED_MEMORY = Path("/dev/shm")
-EXCHANGE = "exchange"  # the argument with which every rank runs this module
+# the argument with which every rank runs this module
+EXCHANGE = "exchange"
 SETTINGS = {
     "gloo": "export GLOO_SOCKET_IFNAME, the name of the interface by which they reach each other, "
     "check that their names do not mean 127.0.0.1, and that no firewall is between them",
@@ -68,7 +74,7 @@ class Needs:
 # --- the supervisor's side: no torch
 
 
-def healthy_nodes(
+def check_nodes(
     candidates: list[str], train_arguments: list[str]
 ) -> tuple[list[str], dict[str, str]]:
     """Check every candidate; return the good ones, and the reason of every bad one."""
@@ -99,17 +105,18 @@ def ask_node(node: str, arguments: list[str]) -> dict[str, Any]:
         # a wedged driver or a dead file system blocks inside a system call, where no timer of the
         # same process helps: the check that was begun last is the one that hangs
         begun = re.findall(rb"^preflight: (\w+)", late.stderr or b"", re.MULTILINE)
-        where = begun[-1].decode() if begun else "srun"
-        return {"ok": False, "reason": f"{where}: no answer within {NODE_DEADLINE_S:.0f} s"}
+        check = begun[-1].decode() if begun else "srun"
+        return {"ok": False, "reason": f"{check}: no answer within {NODE_DEADLINE_S:.0f} s"}
     records = [line for line in answer.stdout.splitlines() if line.startswith('{"node"')]
     if records:
         return json.loads(records[-1])
+    # srun reports its own failure on stderr, among warnings
     lines = answer.stderr.strip().splitlines() or ["nothing"]
     lines = [line for line in lines if "error" in line.lower()] or lines
     return {"ok": False, "reason": f"srun: exit status {answer.returncode}, said {lines[0]!r}"}
 
 
-def exchange_problem(nodes: list[str], nproc_per_node: int, logs: Path) -> str:
+def find_exchange_problem(nodes: list[str], nproc_per_node: int, logs: Path) -> str:
     """Say why these nodes cannot train together; "" if they can."""
     program = ["train.supervise.preflight", EXCHANGE, str(logs)]
     # all ranks count themselves over gloo and NCCL, as a job's first groups do
@@ -165,8 +172,8 @@ def check_names(job: JobSections, needs: Needs) -> dict[str, Any]:
     """Check that other nodes reach this one where gloo listens."""
     families = (socket.AF_INET, socket.AF_INET6)
     addresses = {
-        name: [each.address for each in all_of_it if each.family in families]
-        for name, all_of_it in psutil.net_if_addrs().items()
+        name: [entry.address for entry in entries if entry.family in families]
+        for name, entries in psutil.net_if_addrs().items()
     }
     usable = sorted(name for name in addresses if not all(map(is_loopback, addresses[name])))
     mend = f"export GLOO_SOCKET_IFNAME, one of {', '.join(usable) or 'none: no interface has an address'}"
@@ -181,16 +188,17 @@ def check_names(job: JobSections, needs: Needs) -> dict[str, Any]:
     host = socket.gethostname()
     try:
         bindings = [
-            str(each[4][0]) for each in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+            str(info[4][0]) for info in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
         ]
     except OSError as problem:
         raise ValueError(
             f"this node cannot look up its own name {host} ({problem}); {mend}"
         ) from None
-    own = {address for each in addresses.values() for address in each}
+    node_addresses = {address for listed in addresses.values() for address in listed}
     # gloo takes the first address of the name that it can bind, else 127.0.0.1
     bound = next(
-        (address for address in bindings if address in own or is_loopback(address)), "127.0.0.1"
+        (address for address in bindings if address in node_addresses or is_loopback(address)),
+        "127.0.0.1",
     )
     if is_loopback(bound):
         raise ValueError(
@@ -209,7 +217,8 @@ def check_matmul(job: JobSections, needs: Needs) -> dict[str, Any]:
     slowest_s = 0.0
     for device in [f"cuda:{gpu}" for gpu in range(needs.gpus)] or ["cpu"]:
         ones = torch.ones(size, size, device=device)
-        for repeat in range(2):  # the first also loads the kernels
+        # the first one also loads the kernels, so only the second is timed
+        for repeat in range(2):
             started = time.perf_counter()
             wrong = int((ones @ ones != size).sum())
             if wrong:
@@ -222,7 +231,7 @@ def check_matmul(job: JobSections, needs: Needs) -> dict[str, Any]:
 
 
 def check_collective(job: JobSections, needs: Needs) -> dict[str, Any]:
-    """The node's GPUs count themselves, one process each, as in training."""
+    """Let the node's GPUs count themselves, one process each, as in training."""
     import torch.multiprocessing as mp
 
     if needs.gpus:
@@ -252,8 +261,8 @@ def check_disk(job: JobSections, needs: Needs) -> dict[str, Any]:
     if job.checkpoint.async_mode == "async_with_pinned_mem":
         # containers often have 64 MB, and then SIGBUS
         shards = job.parallelism.data_parallel_shard_degree
-        of_node = needs.gpus / shards if shards > 0 and needs.gpus else 1
-        needed_gib[SHARED_MEMORY] = checkpoint_gib * of_node
+        node_share = needs.gpus / shards if shards > 0 and needs.gpus else 1
+        needed_gib[SHARED_MEMORY] = checkpoint_gib * node_share
     free = {str(path): round(shutil.disk_usage(path).free / GIB, 1) for path in needed_gib}
     for path, gib in needed_gib.items():
         if free[str(path)] < gib:
@@ -267,7 +276,8 @@ def check_disk(job: JobSections, needs: Needs) -> dict[str, Any]:
     return {"free_gib": free}
 
 
-CHECKS = {  # cheap ones first, each relying on those before it
+# cheap ones first, each relying on those before it
+CHECKS = {
     "gpus": check_gpus,
     "memory": check_memory,
     "names": check_names,
@@ -278,7 +288,6 @@ CHECKS = {  # cheap ones first, each relying on those before it
 
 
 def check_node(train_arguments: list[str], needs: Needs) -> dict[str, Any]:
-    """Run the checks until one fails."""
     job = read_job(train_arguments)
     facts: dict[str, Any] = {}
     reason = None
@@ -287,7 +296,8 @@ def check_node(train_arguments: list[str], needs: Needs) -> dict[str, Any]:
         started = time.perf_counter()
         try:
             facts[name] = check(job, needs)
-        except (Exception, SystemExit) as problem:  # any failure disqualifies the node
+        except (Exception, SystemExit) as problem:
+            # any failure disqualifies the node
             reason = f"{name}: {type(problem).__name__}: {problem}"
             break
         facts[name]["seconds"] = round(time.perf_counter() - started, 3)
@@ -333,8 +343,9 @@ def exchange(folder: Path) -> None:
         note = folder / f"{backend}-{rank}"
         note.touch()
         try:
-            own = dist.PrefixStore(backend, store)
-            count_ranks(backend, own, rank, ranks, int(os.environ["LOCAL_RANK"]))
+            # the keys of two groups in one store would collide
+            backend_store = dist.PrefixStore(backend, store)
+            count_ranks(backend, backend_store, rank, ranks, int(os.environ["LOCAL_RANK"]))
         except Exception as error:
             note.write_text(str(error))
             raise
@@ -346,7 +357,8 @@ def main() -> None:
     if sys.argv[1:2] == [EXCHANGE]:
         exchange(Path(sys.argv[2]))
         return
-    expected = os.environ.get("SLURM_GPUS_PER_NODE", "0").rpartition(":")[2]  # "8", or "h100:8"
+    # "8", or "h100:8"
+    expected = os.environ.get("SLURM_GPUS_PER_NODE", "0").rpartition(":")[2]
     needs, train_arguments = tyro.cli(
         Needs,
         prog="python -m train.supervise.preflight",

@@ -1,8 +1,4 @@
-"""Stop requests: SIGTERM, SIGUSR1 (Slurm's warning before the time limit), Ctrl-C, or the file RUN/stop.
-
-A signal only sets a flag, which the trainer checks at every step boundary. A process that does not end is killed by
-a second signal, or at the deadline.
-"""
+"""Receive stop requests: SIGTERM, SIGUSR1 (Slurm's warning before the time limit), Ctrl-C, or the file RUN/stop."""
 
 from __future__ import annotations
 
@@ -18,11 +14,13 @@ SAME_REQUEST_S = 10.0
 
 
 class StopSignals:
-    """Flags of one process; `install` in its main thread."""
+    """Flags of one process, which the trainer checks at every step; `install` in its main thread."""
 
     def __init__(self, on_force: Callable[[], None]):
-        self.asked: str | None = None  # the signal's name
-        self.forced = False  # a second signal, or the deadline
+        # the name of the first signal
+        self.request: str | None = None
+        # by a second signal, or the deadline
+        self.forced = False
         self.deadline_s = 300.0
         self.on_force = on_force
 
@@ -41,8 +39,8 @@ class StopSignals:
             number = os.read(read, 1)[0]
             if number not in SIGNALS:
                 continue
-            if self.asked is None:
-                first_s, self.asked = time.monotonic(), signal.Signals(number).name
+            if self.request is None:
+                first_s, self.request = time.monotonic(), signal.Signals(number).name
                 timer = threading.Timer(self.deadline_s, self._force)
                 timer.daemon = True
                 timer.start()
@@ -54,4 +52,5 @@ class StopSignals:
         self.on_force()
 
 
-WORKER = StopSignals(on_force=lambda: os._exit(1))  # without cleanup: the main thread may be stuck
+# without cleanup: the main thread may be stuck
+WORKER = StopSignals(on_force=lambda: os._exit(1))

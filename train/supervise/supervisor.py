@@ -1,4 +1,4 @@
-"""The restart loop: start the workers, see how they end, start them again from the newest checkpoint.
+"""Restart a job: start the workers, see how they end, start them again from the newest checkpoint.
 
 It holds no state of the job, so it may be killed and started again.
 """
@@ -33,8 +33,8 @@ from records.files import read_lines
 from records.job import JobSections
 
 from .alerts import Alerts
-from .attempt import Attempt, Ended, full_disks
-from .preflight import exchange_problem, healthy_nodes
+from .attempt import Attempt, Ended, list_full_disks
+from .preflight import check_nodes, find_exchange_problem
 from .signals import StopSignals
 
 MEANING = {
@@ -45,18 +45,19 @@ MEANING = {
     REFUSED: "refused",
 }
 ALERTED = ("give_up", "bad_node")
-SUSPECT_CRASHES = 2  # of a node in the life of a run, after which it is chosen last
+# crashes of a node in the life of a run, after which it is chosen last
+SUSPECT_CRASHES = 2
+# what differs between two ends for the same reason: ranks, addresses, paths, numbers
 VARYING = re.compile(
     r"rank \d+ on \S+|0x[0-9a-f]+|(?:/[\w.+-]+)+|\d+(?:\.\d+)?(?:e[+-]?\d+)?", re.IGNORECASE
 )
-CONSOLE_CHARS = 300  # the whole text is in events.jsonl
+# the whole text is in events.jsonl
+CONSOLE_CHARS = 300
 console = Console(highlight=False)
 
 
 @dataclass(frozen=True)
 class Options:
-    """The supervisor's own flags."""
-
     nproc_per_node: int = 0
     """Workers per node; 0: one per GPU of this machine, or one without GPUs"""
     nodes: str | None = None
@@ -66,20 +67,19 @@ class Options:
 
 
 class Supervisor:
-    """The restart loop of one job."""
-
     def __init__(self, job: JobSections, options: Options, train_arguments: list[str]):
         self.job, self.options, self.train_arguments = job, options, train_arguments
         self.stop = StopSignals(on_force=lambda: None)  # the attempt polls `forced`
         self.stop.deadline_s = job.resilience.stop_deadline_s
         self.attempt = self.fruitless = self.same_reason = 0
         self.alerts = Alerts(job)
-        self.reason = ""  # of the last end, without what varies
+        # of the last end, without what varies
+        self.reason = ""
 
     def run(self) -> int:
         """Restart until the job is done, stopped, or hopeless; return the exit status."""
         self.stop.install()
-        if problem := self.alerts.missing():
+        if problem := self.alerts.find_problem():
             self.say("alerts", f"{problem}: no webhook will be called")
         try:
             return self.restart()
@@ -87,45 +87,42 @@ class Supervisor:
             self.alerts.close()
 
     def restart(self) -> int:
-        """The loop of `run`."""
+        """Start attempts until one ends the job; return the exit status."""
         while True:
             began_s, progress = time.monotonic(), False
             try:
                 before = newest_saved_step(self.job.checkpoints)
                 ended = self.run_attempt(before)
                 progress = newest_saved_step(self.job.checkpoints) > before
-            except (
-                OSError,
-                subprocess.TimeoutExpired,
-            ) as problem:  # a file system or scheduler that does not answer
+            except (OSError, subprocess.TimeoutExpired) as problem:
+                # a file system or scheduler that does not answer
                 ended = Ended(CRASHED, 0, f"the attempt cannot be made: {problem}")
                 self.say("end", ended.reason, code=CRASHED, what="crash")
             self.count_reason(ended, time.monotonic() - began_s)
             self.fruitless = 0 if progress or ended.code == STOPPED else self.fruitless + 1
             if ended.code == DONE:
                 return DONE
-            if self.stop.asked:
+            if self.stop.request:
                 return STOPPED if ended.code == STOPPED else STOPPED_UNSAVED
             if ended.code == BAD_STEP and self.job.resilience.on_bad_step == "stop":
                 return BAD_STEP
-            if words := self.hopeless(ended):
+            if words := self.explain_give_up(ended):
                 self.say("give_up", words)
                 return CRASHED
             self.pause()
 
     def run_attempt(self, checkpoint_step: int) -> Ended:
-        """Start the workers and watch them to their end."""
         self.attempt = next_attempt(self.job.run)
         attempt = Attempt(self.job, self.attempt, self.stop, self.look)
         names = self.options.nodes
         nodes = self.choose_nodes(names.split(","), attempt.logs) if names else None
         if isinstance(nodes, Ended):
             return nodes
-        whence = f"from step {checkpoint_step}" if checkpoint_step >= 0 else "from the beginning"
+        origin = f"from step {checkpoint_step}" if checkpoint_step >= 0 else "from the beginning"
         where = f"on {','.join(nodes)}" if nodes else "on this machine"
         self.say(
             "start",
-            f"{whence} {where}, log in {attempt.logs}",
+            f"{origin} {where}, log in {attempt.logs}",
             step=max(checkpoint_step, 0),
             nodes=nodes,
         )
@@ -143,7 +140,7 @@ class Supervisor:
         """Alert on what the workers report, and on a full disk."""
         with suppress(OSError):
             self.alerts.follow()
-        for words in full_disks([self.job.run]):
+        for words in list_full_disks([self.job.run]):
             self.alerts.send("disk_full", words)
 
     def count_reason(self, ended: Ended, lasted_s: float) -> None:
@@ -152,12 +149,12 @@ class Supervisor:
         again = reason == before and lasted_s < 3600 * self.job.resilience.same_reason_hours
         self.reason, self.same_reason = reason, self.same_reason + 1 if again else 1
 
-    def suspects(self) -> set[str]:
-        """Name the nodes that a hang pointed at, or on which the first rank failed twice."""
+    def list_suspects(self) -> set[str]:
+        """List the nodes that a hang pointed at, or on which the first rank failed twice."""
         ends = [
-            e
-            for e in read_lines(self.job.run / "events.jsonl")
-            if e.get("kind") == "supervisor_end"
+            event
+            for event in read_lines(self.job.run / "events.jsonl")
+            if event.get("kind") == "supervisor_end"
         ]
         crashes = Counter(end.get("failed_node") for end in ends)
         hangs = {node for end in ends for node in end.get("suspects", ())}
@@ -167,9 +164,10 @@ class Supervisor:
 
     def choose_nodes(self, names: list[str], logs: Path) -> list[str] | Ended:
         """Choose as many healthy nodes as the job needs, suspects last."""
-        suspects = self.suspects()
+        suspects = self.list_suspects()
+        # stable: nodes keep their order, which is that of ranks, unless one is a suspect
         candidates = sorted(names, key=lambda node: node in suspects)
-        good, bad = healthy_nodes(candidates, self.train_arguments)
+        good, bad = check_nodes(candidates, self.train_arguments)
         for node, reason in bad.items():
             self.say("bad_node", f"{node}: {reason}", node=node)
         needed = len(candidates) - self.options.spares
@@ -177,7 +175,7 @@ class Supervisor:
             return Ended(CRASHED, 0, f"{len(good)} healthy nodes, {needed} are needed")
         chosen = good[:needed]
         try:
-            problem = exchange_problem(chosen, self.options.nproc_per_node, logs / "network")
+            problem = find_exchange_problem(chosen, self.options.nproc_per_node, logs / "network")
         except (OSError, ValueError, subprocess.TimeoutExpired) as error:
             self.say("network", f"not tried: {error}")
             return chosen
@@ -188,7 +186,7 @@ class Supervisor:
         never = newest_saved_step(self.job.checkpoints) < 0
         return Ended(REFUSED if never else CRASHED, 0, problem)
 
-    def hopeless(self, ended: Ended) -> str:
+    def explain_give_up(self, ended: Ended) -> str:
         """Say why restarting cannot help; "" if it may."""
         if ended.code == REFUSED:
             return f"the job cannot start: {ended.reason}. Restarting would not change that"
@@ -206,16 +204,17 @@ class Supervisor:
         return ""
 
     def pause(self) -> None:
-        """Exponential backoff after attempts without progress; a stop request interrupts it."""
+        """Wait, exponentially longer without progress, until a stop request."""
         section, until = self.job.resilience, time.monotonic()
         if self.fruitless:
             until += min(section.max_backoff_s, section.backoff_s * 2 ** (self.fruitless - 1))
-        while time.monotonic() < until and not self.stop.asked:
+        while time.monotonic() < until and not self.stop.request:
             time.sleep(0.2)
 
     def say(self, kind: str, text: str, **facts: Any) -> None:
-        """One line on the console, one event in events.jsonl."""
-        with suppress(OSError):  # Slurm's log lies in the run folder, whose disk may be full
+        """Print one line on the console, and record one event."""
+        # Slurm's log lies in the run folder, whose disk may be full
+        with suppress(OSError):
             now, short = (
                 time.strftime("%H:%M:%S"),
                 textwrap.shorten(text, CONSOLE_CHARS, placeholder=" ..."),

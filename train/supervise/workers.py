@@ -1,8 +1,4 @@
-"""Start and end the processes of an attempt: one torchrun on this machine, or one per node through srun.
-
-Rank = (position of the node in the list, position in the node). The first node hosts the rendezvous. An attempt has a
-port and an id of its own, so it cannot meet the remains of a broken one.
-"""
+"""Start and end the processes of an attempt: one torchrun on this machine, or one per node through srun."""
 
 from __future__ import annotations
 
@@ -70,9 +66,11 @@ def start_workers(
                 *(numa_binding(nproc_per_node, log_folder) if binds else []),
             ]
         else:
-            endpoint = f"{node_address(nodes[0])}:{random.randrange(20_000, 30_000)}"
+            endpoint = f"{find_node_address(nodes[0])}:{random.randrange(20_000, 30_000)}"
             join = ["-m", "train.supervise.workers", ",".join(nodes), str(log_folder)]
             start = [*srun(nodes), "--kill-on-bad-exit=1", sys.executable, *join]
+        # port and id are new in every attempt: it cannot meet the remains of a broken one. Ranks count by the
+        # node's position in the list, then by the position in the node
         torchrun = [
             f"--nnodes={len(nodes or [''])}",
             f"--nproc-per-node={nproc_per_node}",
@@ -125,7 +123,7 @@ def numa_binding(nproc_per_node: int, log_folder: Path) -> list[str]:
 
 
 def end_workers(process: subprocess.Popen, grace_s: float = SLURM_GRACE_S) -> None:
-    """Terminate, wait for all nodes' tasks, then kill."""
+    """Terminate the workers, wait for all nodes' tasks, then kill."""
     if process.poll() is None and grace_s:
         process.terminate()
         with suppress(subprocess.TimeoutExpired):
@@ -135,7 +133,7 @@ def end_workers(process: subprocess.Popen, grace_s: float = SLURM_GRACE_S) -> No
 
 
 def srun(nodes: list[str]) -> list[str]:
-    """Return an srun with one task on each node, which has all of it."""
+    """Return the srun command of one task on each node, which has all of it."""
     count = len(nodes)
     return [
         "srun",
@@ -148,8 +146,7 @@ def srun(nodes: list[str]) -> list[str]:
     ]
 
 
-def node_address(node: str) -> str:
-    """Return the address under which Slurm reaches a node."""
+def find_node_address(node: str) -> str:
     command = ["scontrol", "show", "node", "-o", node]
     answer = subprocess.run(command, capture_output=True, text=True, timeout=SCONTROL_TIMEOUT_S)
     if answer.returncode:
@@ -169,12 +166,12 @@ def main() -> None:
     (count,) = (
         int(flag.partition("=")[2]) for flag in arguments if flag.startswith("--nproc-per-node=")
     )
-    here = [
+    node_flags = [
         f"--node-rank={names.split(',').index(node)}",
         f"--log-dir={logs}",
         *numa_binding(count, logs),
     ]
-    os.execv(sys.executable, [*TORCHRUN, *here, *arguments])
+    os.execv(sys.executable, [*TORCHRUN, *node_flags, *arguments])
 
 
 if __name__ == "__main__":

@@ -52,16 +52,16 @@ HEAD = {"date": "2026-01-01 00:00 UTC", "command": "x", "commit": "abc", "gpu": 
 def test_the_page_shows_every_figure_under_the_verdict():
     title = "Correctness of `tiny`"
     row = {"depth": 0, "tokens_per_s": 900.0, "percent_of_probe": 91.0}
-    held = {"passes: greedy tokens": True, "planted faults are refused": True}
+    checks = {"passes: greedy tokens": True, "planted faults are refused": True}
     page = markdown(
-        {**HEAD, "parts": {title: held, "Decode": {"depth 0": row, "ended": "with status 9"}}}
+        {**HEAD, "parts": {title: checks, "Decode": {"depth 0": row, "ended": "with status 9"}}}
     )
     assert f"### {title}: all checks hold" in page
     assert "|  | depth | tokens per s | percent of probe |" in page
     assert "| depth 0 | 0 | 900 | 91 |" in page
     assert "| ended | with status 9 |" in page
     for figures, verdict in (
-        ({**held, "passes: greedy tokens": False}, "FAILED (passes: greedy tokens)"),
+        ({**checks, "passes: greedy tokens": False}, "FAILED (passes: greedy tokens)"),
         ({"passes: greedy tokens": True}, "not proven"),
         ({"ended": "after 60 s, its limit"}, "FAILED (after 60 s, its limit)"),
     ):

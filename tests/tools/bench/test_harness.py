@@ -32,9 +32,9 @@ class Child:
 
 @pytest.fixture
 def candidate():
-    made = Candidate("child", Child)
-    yield made
-    made.close()
+    process = Candidate("child", Child)
+    yield process
+    process.close()
 
 
 def test_a_candidate_that_crashes_or_hangs_loses_one_command_alone(candidate):

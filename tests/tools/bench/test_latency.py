@@ -15,15 +15,19 @@ from tools.bench.__main__ import main
 from tools.bench.latency import VARIANTS, config_of, predict
 from tools.roofline import token_s
 
-MODULES_S = (4e-6, 6e-6)  # 15 layers of 10 us, in tokens of 1,000 us
+# 15 layers of 10 us, in tokens of 1,000 us
+MODULES_S = (4e-6, 6e-6)
 
 
 def test_the_prediction_adds_what_no_variant_hides():
     for name, link_us, exchanges in (
         ("tensor parallel", 100, 31),
-        ("Ladder", 4, 2),  # the last sum, and the token
-        ("delay 1", 10, 3),  # one early layer
-        ("delay 4", 40, 9),  # four of them
+        # the last sum, and the token
+        ("Ladder", 4, 2),
+        # one early layer
+        ("delay 1", 10, 3),
+        # four of them
+        ("delay 4", 40, 9),
         ("delay 2, no early sums", 20, 1),
     ):
         config = config_of("small", name)

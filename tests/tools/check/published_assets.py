@@ -1,4 +1,4 @@
-"""A folder as Laneformer's first modeling code wrote it: its spellings, names and code."""
+"""Write a folder as Laneformer's first modeling code did: its spellings, names and code."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from laneformer import LaneformerConfig
 from laneformer.config import hf_name
 from tools.check.reference import random_weights
 
+# keys as the first release spelled them
 OLDER = {
     "model_type": "laneformer_tp",
     "architectures": ["LaneformerTPForCausalLM"],
@@ -52,6 +53,7 @@ from transformers import PretrainedConfig
 class LaneformerTPConfig(PretrainedConfig):
     model_type = "laneformer_tp"
 """
+# plain code that shares nothing with ours: a second opinion on what the spellings mean
 MODELING = """
 import math, torch
 from torch import nn

@@ -29,7 +29,7 @@ class PlainDecoder:
     def __init__(self, config: LaneformerConfig, weights: dict[str, torch.Tensor], warps: int = 16):
         self.config, self.model, self.noise = config, plain_model(config, weights), 0.0
         self.geometry: Any = SimpleNamespace(warps=warps)
-        self.known = dict[tuple[int, ...], torch.Tensor]()
+        self.scores_by_text = dict[tuple[int, ...], torch.Tensor]()
         self.ids = list[int]()
 
     def run(
@@ -54,9 +54,9 @@ class PlainDecoder:
 
     @torch.no_grad()
     def scores(self, text: tuple[int, ...]) -> torch.Tensor:
-        if text not in self.known:
-            self.known[text] = self.model(torch.tensor([text]))[0].float()
-        return self.known[text]
+        if text not in self.scores_by_text:
+            self.scores_by_text[text] = self.model(torch.tensor([text]))[0].float()
+        return self.scores_by_text[text]
 
 
 class Unsteady(PlainDecoder):
@@ -79,11 +79,13 @@ def test_the_verdict_holds_for_a_sound_engine_and_for_no_other():
     passed = dict(check({"passes": lambda: sound, "graph": lambda: sound}, truth, 2, 3))
     assert len(passed) == 12
     assert False not in passed.values()
+    # another number of warps adds up in another order: the versions need not have the same bits
     fewer = PlainDecoder(CONFIG, weights, warps=8)
     passed = dict(check({"passes": lambda: sound, "graph": lambda: fewer}, truth, 1, 1))
     assert False not in passed.values()
     assert not any(name.startswith("both") for name in passed), "sums of other warps are other sums"
 
+    # one that hangs does not keep the other from being judged
     broken = {
         "passes": lambda: Hanging(CONFIG, weights),
         "graph": lambda: Unsteady(CONFIG, weights),
@@ -115,6 +117,7 @@ def test_planted_faults_are_refused_and_a_deaf_gate_is_noticed(monkeypatch, deaf
 def test_logits_that_are_no_numbers_are_refused():
     truth = reference(CONFIG, random_weights(CONFIG), 4)
     wrong = truth.logits.copy()
+    # a comparison with NaN is False: a gate that asks for "greater" would pass it
     wrong[2, 5] = np.nan
     assert compare(truth.logits, truth)["holds"]
     assert not compare(wrong, truth)["holds"]

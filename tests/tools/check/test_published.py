@@ -16,7 +16,7 @@ from tests.tools.check.published_assets import OLDER, write_published
 from tools.check import published
 from tools.check.published import Options
 
-MEANT = LaneformerConfig(
+EXPECTED = LaneformerConfig(
     hidden_size=48, intermediate_size=80, num_hidden_layers=5, num_attention_heads=8, num_key_value_heads=4,
     num_lanes=4, broadcast_delay=2, max_position_embeddings=96, vocab_size=120, sliding_window=7,
     swa_layers=(0, 1, 2), rebroadcast_early=True,
@@ -24,7 +24,7 @@ MEANT = LaneformerConfig(
 
 
 def make_config(**changes: Any) -> LaneformerConfig:
-    return LaneformerConfig.from_dict({**MEANT.to_dict(), **changes})
+    return LaneformerConfig.from_dict({**EXPECTED.to_dict(), **changes})
 
 
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -34,6 +34,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"replicated_rmsn_scale": False, "swa_layers": (3, 4)},
     ),
     "early layers apart": ({"use_early_comm": False}, {"use_early_comm": False}),
+    # early layers never exchange either, where no layer does
     "no exchange": (
         {"use_comm": False, "use_early_comm": False},
         {"use_attention_comm": False, "use_mlp_comm": False, "use_early_comm": False},
@@ -42,14 +43,16 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 def run_check(folder: Path, **options: Any) -> dict[str, Any]:
-    wanted = Options(str(folder), positions=24, prompts=2, new_tokens=8, **options)
-    return published.check(wanted, Console(quiet=True))
+    # beyond the window of 7, so that it matters
+    check_options = Options(str(folder), positions=24, prompts=2, new_tokens=8, **options)
+    return published.check(check_options, Console(quiet=True))
 
 
 @pytest.mark.parametrize(
     "name", ["as published", *(pytest.param(n, marks=pytest.mark.job) for n in list(CASES)[1:])]
 )
 def test_engine_modeling_code_and_the_folder_s_own_code_agree(tmp_path, name):
+    # the folder has the older spellings, our config the newer ones: both must mean the same model
     spelled, means = CASES[name]
     folder = write_published(
         tmp_path / name.replace(" ", "_").replace(",", ""), make_config(**means), **spelled
@@ -68,12 +71,12 @@ def test_what_the_spellings_mean():
     assert (
         config_of({**OLDER, "sliding_window": None, "sliding_window_n_layers": 0}).swa_layers == ()
     )
-    left_out = OLDER.copy()
-    del left_out["lm_head_type"], left_out["broadcast_delay"]
-    assert config_of(left_out).lm_head_type == "replicate", "the older class's default"
-    assert config_of({**left_out, "rebroadcast_early": False}).rebroadcast_early is False
-    newer = {**MEANT.to_dict(), "model_type": "laneformer", "use_comm": True}
-    assert config_of(newer) == MEANT
+    shorter = OLDER.copy()
+    del shorter["lm_head_type"], shorter["broadcast_delay"]
+    assert config_of(shorter).lm_head_type == "replicate", "the older class's default"
+    assert config_of({**shorter, "rebroadcast_early": False}).rebroadcast_early is False
+    newer = {**EXPECTED.to_dict(), "model_type": "laneformer", "use_comm": True}
+    assert config_of(newer) == EXPECTED
 
 
 def test_what_has_no_new_spelling_is_refused():
@@ -91,7 +94,7 @@ def test_what_has_no_new_spelling_is_refused():
 
 
 def test_the_folder_s_code_runs_only_when_it_is_trusted(tmp_path):
-    folder = write_published(tmp_path / "hf", MEANT)
+    folder = write_published(tmp_path / "hf", EXPECTED)
     (folder / "modeling_laneformer.py").write_text("raise RuntimeError('this code runs')")
     report = run_check(folder)
     assert (report["failed"], report["published_code"]) == ([], None)
@@ -101,7 +104,7 @@ def test_the_folder_s_code_runs_only_when_it_is_trusted(tmp_path):
 
 def test_a_difference_is_found(tmp_path):
     # the folder's code adds early layers' outputs again, its config.json states otherwise
-    folder = write_published(tmp_path / "differs", MEANT, rebroadcast_early=False)
+    folder = write_published(tmp_path / "differs", EXPECTED, rebroadcast_early=False)
     report = run_check(folder, trust_remote_code=True)
     assert "logits: published code" in report["failed"]
 

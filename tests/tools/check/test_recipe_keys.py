@@ -1,7 +1,4 @@
-"""Tests that docs/recipe-keys.md matches the code, and that every key has its help text.
-
-`python -m tests.tools.check.test_recipe_keys` writes the page.
-"""
+"""Tests that docs/recipe-keys.md matches the code, and that every key has its help text."""
 
 from __future__ import annotations
 
@@ -53,7 +50,7 @@ def page() -> str:
 
 
 def section(cls: Any) -> str:
-    """Return a heading and a table of the keys that a class adds to its base."""
+    """Return the table of the keys that a class adds to its base."""
     texts, hints = help_texts(cls), typing.get_type_hints(cls)
     rows = [
         f"| `{field.name}` | {in_toml(hints[field.name])} | {default(field)} | {texts[field.name]} |"
@@ -88,7 +85,7 @@ def default(field: dataclasses.Field[Any]) -> str:
 
 
 def help_texts(cls: Any) -> dict[str, str]:
-    """Return the strings below the fields of a class; a field without one is no key."""
+    # the strings below the fields of a class; a field without one is no key
     described = docstring_parser.parse_from_object(cls).params
     return {
         key.arg_name: " ".join((key.description or "").split()).replace("|", "\\|")

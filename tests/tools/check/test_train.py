@@ -16,11 +16,12 @@ from tests.records.lines import write_lines
 from tests.train.runs import ask
 from tools.check import train as check
 
+# the least with which a job can be sharded
 NPROC = 2
 
 
 def start_warm(module: list[str], log: Path, env: Mapping[str, str]) -> int:
-    """Run `start` by the fork server."""
+    # by the fork server, which has torch imported
     places = {"log": str(log), "pid": str(log.with_suffix(".pid"))}
     return ask({"command": [sys.executable, "-m", *module], "environment": dict(env), **places})
 
@@ -84,6 +85,7 @@ def test_losses_outside_of_the_bound_are_refused(tmp_path):
         "losses with float8 products": True,
         "kernels replaced with float8 products": True,
     }
+    # just beyond the bound that 3.11 keeps
     plain["float8"] = rows(3.13, 2.0)
     assert not check.gate_losses(jobs, rows(3.0, 2.0))["losses with float8 products"][2]
     write_lines(
@@ -98,6 +100,7 @@ def test_losses_outside_of_the_bound_are_refused(tmp_path):
 
 
 def test_a_resume_that_differs_or_starts_again_is_refused(tmp_path):
+    # every loss is another one, so that rows in the wrong place differ
     whole = rows(*map(float, range(check.STEPS)))
     killed, saved = whole[: check.KILLED_AT - 1], check.SAVES_EVERY
 

@@ -1,4 +1,4 @@
-"""A run folder with invented figures, for looking at and testing the dashboard only; never a result.
+"""Write a run folder with invented figures, for looking at and testing the dashboard; never a result.
 
 python -m tests.tools.dashboard.made_up_run FOLDER
 """
@@ -79,13 +79,12 @@ def charts_of(html: str) -> dict[str, Json]:
 
 
 def chart_of(card: str) -> Json:
-    """Return the one chart of a card."""
     (chart,) = charts_of(card).values()
     return chart
 
 
 def row_of(phase: str, step: int, steps: int) -> Json:
-    """Return a row whose loss falls in phase 1; every second row is 0.04 higher."""
+    # falls in phase 1; every second row is 0.04 higher, so that smoothed and logged losses differ
     loss = 1.9 + 6.4 * math.exp(-8 * step / steps) * (phase == "phase1")
     by_source = {name: loss + 0.4 * i for i, name in enumerate(TRAINED)}
     row: Json = {
@@ -120,7 +119,7 @@ def rows_of(steps: int) -> list[Json]:
 
 
 def evaluations(steps: int) -> list[Json]:
-    """Return evaluations of six checkpoints; the third and the last have code and questions."""
+    # of six checkpoints; the third and the last have code and questions
     records, origin = list[Json](), Json()
     for count in range(1, 7):
         share, step = count / 6, int(count / 6 * 1.5 * steps)
@@ -168,7 +167,7 @@ def core_record(share: float) -> Json:
 
 
 def scores(origin: Json, share: float) -> list[Json]:
-    """Return code, question and contamination scores; `share` scales the last checkpoint's."""
+    # the last checkpoint's have a share of 1
     arc = {
         "arc_easy": {"acc": 0.501, "acc_norm": 0.4712 * share, "acc_norm_stderr": 0.0102},
         "arc_challenge": {"acc": 0.277, "acc_norm": 0.3029 * share, "acc_norm_stderr": 0.0134},
@@ -203,7 +202,7 @@ def scores(origin: Json, share: float) -> list[Json]:
 
 
 def events(steps: int) -> list[Json]:
-    """Return events of phase 1, each on two ranks."""
+    # of phase 1; each is reported by two ranks, and is one on the page
     kinds = [
         ("signal", 1, 0.35, "SIGUSR1 ten minutes before the time limit"),
         ("roll_back", 2, 0.7, "loss z 11.2"),

@@ -31,6 +31,7 @@ def points(*values: Any) -> list[tuple[dict[str, Any], Any]]:
 
 def test_many_points_keep_their_spikes_ends_and_gaps():
     values: list[float | None] = [1.0 + 0.01 * math.sin(i) for i in range(100_000)]
+    # a spike each way, and a tenth of the run without a value
     values[70_000], values[30_001], values[40_000:50_000] = 1e4, -1e4, [None] * 10_000
     chosen = thin(points(*values))
     steps = [row["x_step"] for row, _ in chosen]
@@ -43,6 +44,7 @@ def test_many_points_keep_their_spikes_ends_and_gaps():
 
 
 def test_the_mean_follows_a_steep_beginning_and_then_smooths():
+    # like the first steps of a training: a mean over a fixed span would lie far above
     steep = [8 / (1 + i) for i in range(50)]
     assert list(smooth(steep, 1000))[-1] < 1.1 * steep[-1] < 0.3 * sum(steep) / len(steep)
     for spike in (1e4, -1e4):
@@ -70,8 +72,8 @@ def test_panels_and_curves_without_figures_are_left_out_and_curves_stay_in_their
     )
     assert chart
     assert [panel["title"] for panel in chart["panels"]] == ["B"]
-    drawn = [(each["name"], each["panel"], each["y"]) for each in chart["curves"]]
-    assert drawn == [("b", 0, [1.0, None, None])]
+    lines = [(line["name"], line["panel"], line["y"]) for line in chart["curves"]]
+    assert lines == [("b", 0, [1.0, None, None])]
     assert figure([empty]) is None
     # of losses that are all NaN the validation stands in the panel of the loss
     rows = [
@@ -81,7 +83,7 @@ def test_panels_and_curves_without_figures_are_left_out_and_curves_stay_in_their
     run = read_run(write_lines(tmp_path / "metrics.jsonl", rows).parent)
     chart = chart_of(training.write_training_card(run))
     assert [panel["title"] for panel in chart["panels"]] == ["Loss", "Learning rate"]
-    assert {(each["name"], each["panel"]) for each in chart["curves"]} == {
+    assert {(line["name"], line["panel"]) for line in chart["curves"]} == {
         ("validation loss", 0),
         ("Learning rate", 1),
     }
@@ -90,17 +92,18 @@ def test_panels_and_curves_without_figures_are_left_out_and_curves_stay_in_their
 def test_the_loss_is_drawn_logged_and_smoothed_and_what_was_repeated_is_dotted(folder):
     run = read_run(folder)
     curves = make_loss_part(run)[1]
-    logged, smoothed = (each for each in curves if each["group"] == "phase1")
+    logged, smoothed = (line for line in curves if line["group"] == "phase1")
     assert (logged["name"], smoothed["name"]) == ("Loss", "Loss, smoothed")
     assert (
         logged["y"]
         == [float(f"{row['loss']:.6g}") for row in run.rows_of("phase1")]
         != smoothed["y"]
     )
-    again = [each for each in curves if each["group"] == "repeated later"]
+    # steps that a later attempt repeated
+    again = [line for line in curves if line["group"] == "repeated later"]
     repeated = sum(len(segment.rows) for segment in run.segments if not segment.kept)
-    assert sum(len(each["y"]) for each in again) == repeated > 0
-    assert {each["dash"] for each in again} == {"dot"}
+    assert sum(len(line["y"]) for line in again) == repeated > 0
+    assert {line["dash"] for line in again} == {"dot"}
 
 
 def test_phases_are_shaded_and_restarts_marked_on_every_axis(folder):
@@ -124,8 +127,8 @@ def test_a_source_has_one_colour_on_the_whole_page(folder):
         training.write_positions_card(run),
         evaluations.write_bits_card(run),
     )
-    curves = [each for card in cards for each in chart_of(card)["curves"]]
-    assert {(each["group"], each["colour"]) for each in curves if each["group"] in names} == {
+    curves = [line for card in cards for line in chart_of(card)["curves"]]
+    assert {(line["group"], line["colour"]) for line in curves if line["group"] in names} == {
         (name, colour(place)) for place, name in enumerate(names)
     }
 
@@ -145,7 +148,7 @@ def test_the_last_validation_by_position_stands_beside_the_first(tmp_path):
     )
     assert "Bold: step 3; dotted: step 1" in card
     chart = chart_of(card)
-    assert [(each["name"], each.get("dash"), each["y"]) for each in chart["curves"]] == [
+    assert [(line["name"], line.get("dash"), line["y"]) for line in chart["curves"]] == [
         ("web", None, [3.0, None]),
         ("books", None, [3.5, 2.0]),
         ("web", "dot", [5.0, 4.0]),

@@ -56,8 +56,8 @@ def test_core_stands_with_its_interval_above_loss_and_learning_rate_and_among_pu
     run = run_with(
         folder, tmp_path / "run", {**last, "protocol": "dclm"}, {**last, "core_v2": 0.125}
     )
-    curves = [each for each in chart_of(write_core_card(run))["curves"] if each["panel"] == 0]
-    lengths = {each["name"]: len(each["y"]) for each in curves}
+    curves = [line for line in chart_of(write_core_card(run))["curves"] if line["panel"] == 0]
+    lengths = {line["name"]: len(line["y"]) for line in curves}
     assert lengths == {"nanochat, 500 items a task": 6, "dclm, 500 items a task": 1}
     assert curves[0]["y"][-1] == 0.125
 
@@ -79,6 +79,7 @@ def test_tasks_have_a_panel_each_with_intervals_and_the_newest_record_in_full(fo
         )
     # guessing
     assert {round(level["y"], 4) for level in chart["levels"]} == {0.25, 0.5, 0.403, 0.62}
+    # none of four is right: the normal interval would be empty
     wilson = as_record({"tasks": {"winograd": {"accuracy": 0.0, "interval": [0.0, 0.49], "n": 4}}})
     assert "0.000 <small>0.000 – 0.490</small>" in evaluations.write_task_table(wilson)
 
@@ -93,7 +94,7 @@ def test_without_a_task_there_is_no_core_and_what_nobody_chose_is_not_missing(fo
     reasons = dict.fromkeys(("squad", "coqa"), "eval_data/squad.jsonl is missing")
     gap = {"core_v1": None, "core_v2": None, "tasks": tasks, "missing": reasons}
     gappy = shutil.copytree(folder, tmp_path / "gappy")
-    write_lines(gappy / "evals.jsonl", [each | gap for each in written])
+    write_lines(gappy / "evals.jsonl", [complete | gap for complete in written])
     run = read_run(gappy)
     assert write_core_card(run) == ""
     assert 'class="none"' in make_core_tile(run)[1]
@@ -102,6 +103,7 @@ def test_without_a_task_there_is_no_core_and_what_nobody_chose_is_not_missing(fo
     assert "eval_data/squad.jsonl is missing" in card
     assert len(chart_of(card)["panels"]) == 20
     assert write_missing(Record(tasks={}, missing={"copa": NOT_CHOSEN})) == ""
+    # a toy bundle is no CORE with gaps: it says so, and its words are never markup
     toy = {**record, **gap, "not_core": "not CORE: <i>a toy"}
     card = write_tasks_card(run_with(gappy, tmp_path / "toy", toy))
     assert "<h2>Tasks of a toy bundle, not CORE</h2>" in card
@@ -114,7 +116,7 @@ def test_code_and_questions_are_curves_by_the_way_they_were_asked(folder):
     card = write_scores_card(run)
     chart = chart_of(card)
     assert [panel["title"] for panel in chart["panels"]] == ["Code", "Questions"]
-    assert [each["name"] for each in chart["curves"]] == [
+    assert [line["name"] for line in chart["curves"]] == [
         "humaneval+ greedy, chat",
         "mbpp+ sampled, 0.8, chat",
         "arc_easy acc_norm, 0-shot",
@@ -126,7 +128,7 @@ def test_code_and_questions_are_curves_by_the_way_they_were_asked(folder):
     for record in run.evals:
         record["chat_template"] = record["phase"] == "phase2"
     card = write_scores_card(run)
-    # never on one curve
+    # scores with and without the chat template are never on one curve
     assert card.count("acc_norm, 0-shot") == card.count("acc_norm, 0-shot, chat") + 2
 
 

@@ -15,7 +15,8 @@ from tests.tools.dashboard import made_up_run
 from tools.dashboard.__main__ import write_page
 
 NOW = 1.79e9 + 3600
-SLOW_S = 120.0  # on a machine that does much else
+# on a machine that does much else
+SLOW_S = 120.0
 TRAINING = "document.getElementById('training-one')"
 SOURCES = "document.getElementById('sources-one')"
 
@@ -30,10 +31,12 @@ def browser(tmp_path_factory):
     runs = tmp_path_factory.mktemp("runs")
     folder = made_up_run.write_run(runs / "one", 360)
     rows = read_lines(folder / "metrics.jsonl")
-    rows[-30]["loss"] = rows[-60]["grad_norm"] = 1e4  # a spike
+    # a spike, which must not flatten the rest
+    rows[-30]["loss"] = rows[-60]["grad_norm"] = 1e4
     rows[-90]["loss"] = -50.0
     for i, row in enumerate(rows):
-        row["mfu"] = 38.0 if i == 7 else None  # without neighbours
+        # a value without neighbours has no line
+        row["mfu"] = 38.0 if i == 7 else None
     write_lines(folder / "metrics.jsonl", rows)
     write_lines(runs / "two/metrics.jsonl", [{"step": 1, "loss": 2.5}])
     line = [{"step": step, "loss": 3.0 - 0.01 * step} for step in range(40)]
@@ -48,7 +51,7 @@ def browser(tmp_path_factory):
 
 @pytest.fixture
 def page(browser):
-    """Return the drawn page, every chart as at first."""
+    # one browser for all tests, every chart as at first
     places = "[...document.querySelectorAll('.chart > div')]"
     browser.run(f"Promise.all({places}.map(p => {{ p.state = fresh(p.chart); return render(p) }}))")
     return browser
@@ -119,15 +122,16 @@ def test_a_drag_zooms_and_y_fits_what_is_in_sight(page):
     before, (first, last) = axis(page), axis(page, "xaxis")
     page.run(f"{TRAINING}.scrollIntoView({{block: 'start', behavior: 'instant'}})")
     box = f"{TRAINING}.querySelector('.nsewdrag[data-subplot=xy]').getBoundingClientRect()"
-    left, top, width, height = page.run(f"(b => [b.left, b.top, b.width, b.height])({box})")
+    box_left, top, width, height = page.run(f"(b => [b.left, b.top, b.width, b.height])({box})")
     steps = [("mouseMoved", 0.5), ("mousePressed", 0.5), ("mouseMoved", 0.55), ("mouseMoved", 0.6)]
     for kind, share in [*steps, ("mouseReleased", 0.6)]:
-        place = {"x": left + share * width, "y": top + height / 2}
+        place = {"x": box_left + share * width, "y": top + height / 2}
         page.call(
             "Input.dispatchMouseEvent", type=kind, **place, button="left", buttons=1, clickCount=1
         )
     page.until(f"{TRAINING}.state.x", SLOW_S)
-    page.run(f"render({TRAINING})")  # awaited
+    # its promise is awaited: the axes have their new range
+    page.run(f"render({TRAINING})")
     start, end = axis(page, "xaxis")
     assert end - start == pytest.approx(0.1 * (last - first), rel=0.05)
     low, high = axis(page)

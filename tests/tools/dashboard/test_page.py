@@ -44,7 +44,7 @@ def text(folder):
 
 
 def body_of(folder: Path) -> str:
-    """Return the page without its script and style."""
+    # without script and style, which hold any word
     whole = page([read_run(folder)], NOW)
     return whole[whole.index("<main>") : whole.index("</main>")]
 
@@ -102,7 +102,8 @@ def test_the_loss_of_the_tile_is_smoothed_and_compared_within_its_phase(tmp_path
 def test_time_left_cost_and_device_hours(folder):
     run = read_run(folder)
     assert "training.steps reached" in header.write_tiles(run)
-    run.configs["phase2"]["training"]["steps"] = 3030  # of which 30 are done
+    # of which 30 are done
+    run.configs["phase2"]["training"]["steps"] = 3030
     tiles = header.write_tiles(run)
     assert re.search(
         r"time left</h3><strong>1 h \d+ min</strong><small>until 20\d\d-\d\d-\d\d", tiles
@@ -120,19 +121,22 @@ def test_every_figure_of_the_input_is_on_the_page(folder, text):
     assert "default-src 'none'" in text
     charts = charts_of(text)
     curves = [curve for chart in charts.values() for curve in chart["curves"]]
-    drawn = {value for curve in curves for value in curve["y"]}
-    counted = {(each["phase"], each["attempt"], each["step"]) for each in read_run(folder).rows}
+    values = {value for curve in curves for value in curve["y"]}
+    # of steps that were repeated later only the loss is drawn
+    counting = {
+        (record["phase"], record["attempt"], record["step"]) for record in read_run(folder).rows
+    }
     keys = [panel.key for panel in (*TRAINING, *MACHINE, LOSS)]
-    for each in read_lines(folder / "metrics.jsonl"):
-        is_kept = (each["phase"], each["attempt"], each["step"]) in counted
+    for record in read_lines(folder / "metrics.jsonl"):
+        is_kept = (record["phase"], record["attempt"], record["step"]) in counting
         figures = [
-            each[key] for key in ([*keys, "valid_loss"] if is_kept else ["loss"]) if key in each
+            record[key] for key in ([*keys, "valid_loss"] if is_kept else ["loss"]) if key in record
         ]
-        figures += each.get("valid_loss_by_source", {}).values() if is_kept else []
-        assert {float(f"{figure:.6g}") for figure in figures} <= drawn, each
-    for each in read_lines(folder / "evals.jsonl"):
-        for figures in each.get("sources", {}).values():
-            assert float(f"{figures['bits_per_byte']:.6g}") in drawn
+        figures += record.get("valid_loss_by_source", {}).values() if is_kept else []
+        assert {float(f"{figure:.6g}") for figure in figures} <= values, record
+    for record in read_lines(folder / "evals.jsonl"):
+        for figures in record.get("sources", {}).values():
+            assert float(f"{figures['bits_per_byte']:.6g}") in values
     for words in (
         "roll_back",
         "loss z 11.2",
@@ -167,7 +171,7 @@ def test_incidents_are_listed_once_and_escaped(folder):
     run.events = [
         Record(run.events[0], kind="supervisor_end", code=code, text=str(code)) for code in (1, 0)
     ]
-    # the one that crashed
+    # of two ends the one that crashed
     assert training.write_incidents_card(run).count('class="missing"') == 1
     run.events = [Record(kind="supervisor_alert", text=f"call {i}") for i in range(50)]
     incidents = training.write_incidents_card(run)
@@ -201,6 +205,7 @@ def test_a_run_of_one_row_has_no_empty_card_and_speaks_of_one_step(tmp_path):
     assert "Not measured: CORE, Sources" in body
 
 
+# valid JSON of shapes that no version has written
 ODD = """{}
 {"tasks": null, "sources": null, "benchmarks": null, "missing": null, "step": null, "phase": null, "change": null}
 {"tasks": {"x": null}, "sources": {"y": null}, "benchmarks": {"z": null}, "pass@1_plus": 0.5, "change": 7}
@@ -218,7 +223,7 @@ def test_odd_records_cost_no_page_and_a_card_that_fails_is_named(tmp_path, monke
     body = body_of(folder)
     assert "cannot be drawn" not in body
     assert "<i>squad" not in body
-    # of an unknown number of devices
+    # there are none without a number of devices
     assert "device-hours" not in body
     write_lines(folder / "attempts.jsonl", [{"attempt": 1, "time": NOW, "world_size": None}])
     monkeypatch.setitem(dashboard.CARDS, "CORE", lambda run: run.evals[0]["<i>"]["x"])

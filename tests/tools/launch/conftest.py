@@ -15,9 +15,9 @@ def checkout(shared):
 
 
 @pytest.fixture(scope="session")
-def run_without_faults(checkout, prepared_data, shared):
-    """Run 40 steps of phase 1 on two ranks, `--local`, from a snapshot; return the folder."""
-    lock = prepared_data / "phase1.lock.json"
+def run_without_faults(checkout, data_folder, shared):
+    # 40 steps of phase 1 on two ranks, `--local`, from a snapshot
+    lock = data_folder / "phase1.lock.json"
     return shared("undisturbed", lambda folder: run_job(checkout, lock, folder / "run")) / "run"
 
 

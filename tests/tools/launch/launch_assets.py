@@ -1,8 +1,4 @@
-"""A checkout to launch from: the code under test as an own git repository, which a test may edit.
-
-It adds train/paced.py, which slows the steps down until the file PACED_CODE.fast exists and notes
-which code a worker runs. It is launched without PYTHONPATH, so an editable install's hook applies.
-"""
+"""Make a checkout to launch from: the code under test as a git repository that a test may edit."""
 
 from __future__ import annotations
 
@@ -17,6 +13,8 @@ from tests.train import runs
 from tools.launch.script import Cluster, batch_script
 
 ROOT = Path(__file__).resolve().parents[3]
+# train/paced.py slows the steps down until the file PACED_CODE.fast exists, and notes which code a
+# worker runs
 PACED = '''
 """The Laneformer with a pause before every read, and a note of the code that runs."""
 import os, time
@@ -53,7 +51,7 @@ SMALL = (*job_flags(ARCHITECTURE | SETTINGS), "--metrics.no-enable_tensorboard")
 
 
 def make_checkout(folder: Path) -> Path:
-    """Commit the files that git tracks or would track here in a repository in `folder`."""
+    # files that are not committed yet are under test as well
     listed = git(ROOT, "ls-files", "--cached", "--others", "--exclude-standard").splitlines()
     for name in listed:
         if (ROOT / name).is_file():
@@ -78,9 +76,9 @@ def git(folder: Path, *arguments: str) -> str:
 
 
 def environment() -> dict[str, str]:
-    """Ours without PYTHONPATH and without Slurm's variables."""
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "SLURM"))}
-    return {**kept, "OMP_NUM_THREADS": "1"}
+    # without PYTHONPATH, so that an editable install's hook applies; and the tests may run inside of a Slurm job
+    variables = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "SLURM"))}
+    return {**variables, "OMP_NUM_THREADS": "1"}
 
 
 def write_program(path: Path, text: str) -> None:
@@ -102,7 +100,6 @@ def stand_in_script(run: Path, supervisor: str, cluster: Cluster) -> Path:
 def launch(
     checkout: Path, *arguments: str, env: dict[str, str] | None = None
 ) -> subprocess.CompletedProcess:
-    """`python -m tools.launch ...` in the checkout."""
     command = [sys.executable, "-m", "tools.launch", *arguments]
     return subprocess.run(
         command, cwd=checkout, env=env or environment(), capture_output=True, text=True, timeout=900

@@ -1,8 +1,4 @@
-"""A real Slurm of three virtual nodes on this machine, in one temporary folder.
-
-Every daemon runs in the foreground as a child, so that its own process id ends it. Steps and ranks
-are found by SLURM_CONF in their environment, which points into the folder.
-"""
+"""Run a real Slurm of three virtual nodes on this machine, in one temporary folder."""
 
 from __future__ import annotations
 
@@ -80,6 +76,7 @@ class SlurmCluster:
         }
         # the nodes are one machine, whose name may be a loopback address
         self.env["GLOO_SOCKET_IFNAME"] = "lo"
+        # in the foreground as children, so that their own process ids end them
         self.daemons: dict[str, subprocess.Popen] = {}
 
     def __enter__(self) -> SlurmCluster:
@@ -127,7 +124,8 @@ class SlurmCluster:
         prolog = self.folder / "prolog.sh"
         prolog.write_text(PROLOG.format(folder=self.folder))
         prolog.chmod(0o755)
-        self.folder.chmod(0o755)  # munged wants to be sure of the way to its socket
+        # munged wants a folder that every user can enter, for its socket
+        self.folder.chmod(0o755)
         key = self.folder / "munge.key"
         key.write_bytes(os.urandom(1024))
         key.chmod(0o400)
@@ -135,9 +133,9 @@ class SlurmCluster:
     def _start(self, name: str, *command: str) -> None:
         with open(self.folder / f"{name}.out", "ab") as log:
             # not even a killed pytest leaves it behind
-            bound = ("setpriv", "--pdeathsig", "KILL", *command)
+            wrapper = ("setpriv", "--pdeathsig", "KILL", *command)
             self.daemons[name] = subprocess.Popen(
-                bound, env=self.env, stdout=log, stderr=log, start_new_session=True
+                wrapper, env=self.env, stdout=log, stderr=log, start_new_session=True
             )
 
     def start_node(self, node: str) -> None:
@@ -166,8 +164,9 @@ class SlurmCluster:
 
     def processes(self, node: str | None = None) -> list[psutil.Process]:
         """Return processes of this cluster that are not our children; of one node, or of all."""
+        # steps and ranks have SLURM_CONF in their environment, which points into the folder
         ours = {daemon.pid for daemon in self.daemons.values()}
-        found = []
+        processes = []
         for process in psutil.process_iter():
             try:
                 env = process.environ()
@@ -177,12 +176,12 @@ class SlurmCluster:
             except (psutil.Error, OSError):
                 continue
             paths = {log.path for log in logs}
-            names = [each for each in NODES if str(self.folder / f"slurmd-{each}.log") in paths]
+            names = [name for name in NODES if str(self.folder / f"slurmd-{name}.log") in paths]
             if env.get("SLURM_CONF") == self.env["SLURM_CONF"] and process.pid not in ours:
                 names.append(env.get("SLURMD_NODENAME", ""))
             if node in names or (node is None and names):
-                found.append(process)
-        return found
+                processes.append(process)
+        return processes
 
     def node_states(self) -> dict[str, str]:
         lines = self.command("sinfo", "-h", "-N", "-o", "%N %t", check=False).split("\n")
@@ -212,15 +211,14 @@ class SlurmCluster:
 
 
 def free_ports(count: int) -> list[int]:
-    """Return free ports."""
     # below the range from which the system takes ports for connections
-    found: list[int] = []
+    ports: list[int] = []
     for port in random.sample(range(20_000, 32_000), 500):
-        with socket.socket() as each, suppress(OSError):
-            each.bind(("localhost", port))
-            found.append(port)
-        if len(found) == count:
-            return found
+        with socket.socket() as holder, suppress(OSError):
+            holder.bind(("localhost", port))
+            ports.append(port)
+        if len(ports) == count:
+            return ports
     raise OSError(f"{count} free ports are not to be had")
 
 

@@ -61,7 +61,7 @@ Call = Callable[..., None]
 
 @pytest.fixture
 def repository(tmp_path, monkeypatch):
-    """Make a repository to launch in place of this checkout."""
+    # in place of this checkout, whose files are many
     folder = tmp_path / "repository"
     for package in ("train", "data_mixtures", "models/laneformer"):
         (folder / package).mkdir(parents=True)
@@ -75,7 +75,7 @@ def repository(tmp_path, monkeypatch):
 
 @pytest.fixture
 def queue(tmp_path, monkeypatch):
-    """Provide an sbatch that accepts everything as job 41, or nothing if REFUSE is set."""
+    # an sbatch that accepts everything as job 41, or nothing if REFUSE is set
     write_program(tmp_path / "bin/sbatch", SBATCH)
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
 
@@ -87,8 +87,7 @@ def lock(tmp_path):
 
 @pytest.fixture
 def call(monkeypatch):
-    """`python -m tools.launch ...` in this process."""
-
+    # in this process, which has everything imported
     def run(*arguments: object) -> None:
         monkeypatch.setattr(sys, "argv", ["launch", *map(str, arguments)])
         run_command("launch", main)
@@ -113,11 +112,11 @@ def test_a_snapshot_holds_all_that_the_job_runs_from_and_nothing_else_runs(
     code = {str(p.relative_to(snapshot / "code")) for p in (snapshot / "code").rglob("*.*")}
     assert code >= set(git(repository, "ls-files").split())
 
-    copied = snapshot / "mixture" / lock.name
-    assert str(copied) in (snapshot / "job.toml").read_text()
-    assert json.loads(copied.read_text())["fingerprint"] == facts["mixture_fingerprint"]
+    lock_copy = snapshot / "mixture" / lock.name
+    assert str(lock_copy) in (snapshot / "job.toml").read_text()
+    assert json.loads(lock_copy.read_text())["fingerprint"] == facts["mixture_fingerprint"]
     source = json.loads(lock.read_text())["sources"][0]["name"]
-    assert (copied.parent / source).resolve() == lock.parent / source, "data stays where it is"
+    assert (lock_copy.parent / source).resolve() == lock.parent / source, "data stays where it is"
 
     variables = json.loads((snapshot / "environment.json").read_text())["variables"]
     assert variables["NCCL_DEBUG"] == "WARN"
@@ -208,7 +207,8 @@ def test_a_refused_launch_leaves_nothing(repository, queue, lock, call, tmp_path
         (("--nodez", "2"), "unknown option --nodez; see --help"),
         (("--checkpoint.initial_load_path", run), "is no checkpoint; give RUN/checkpoint/step-N"),
     ):
-        for dry in ((), ("--dry-run",)):  # the second one creates nothing anyhow
+        # a dry run creates nothing anyhow, but must refuse the same
+        for dry in ((), ("--dry-run",)):
             with pytest.raises(SystemExit, match=message):
                 call(PHASE1, "--run", run, *ONE_GPU, *arguments, *dry)
             assert not list(run.glob("snapshot/*")) + list(run.glob("snapshot/.*"))
@@ -221,8 +221,8 @@ def test_a_refused_launch_leaves_nothing(repository, queue, lock, call, tmp_path
 
 
 def write_parent(run: Path) -> Path:
-    """Write a finished run of 40 steps."""
     (run / "checkpoint/step-40").mkdir(parents=True)
+    # the sign of a complete checkpoint
     (run / "checkpoint/step-40/.metadata").touch()
     job = "[training]\nsteps = 40\n[lr_scheduler]\nwarmup_steps = 2\ndecay_ratio = 0.25\n"
     (run / "job.toml").write_text(job)
@@ -256,8 +256,8 @@ def test_options_of_the_parent_are_defaults_that_any_value_replaces(
         (("--no-requeue",), "4", False),
     ):
         call(*start, *arguments)
-        script, said = capsys.readouterr()
-        assert "--training.steps 10" in said
+        script, stderr = capsys.readouterr()
+        assert "--training.steps 10" in stderr
         for line in (
             f"#SBATCH --nodes={nodes}",
             "#SBATCH --gpus-per-node=8",
@@ -272,6 +272,7 @@ def test_options_of_the_parent_are_defaults_that_any_value_replaces(
 
 
 def test_the_next_phase_needs_the_final_checkpoint(tmp_path):
+    # of 40 steps, with a checkpoint of the last
     parent = write_parent(tmp_path / "phase1")
     start = next_phase(parent, PHASE2)
     assert start.checkpoint == str(parent / "checkpoint/step-40")
@@ -321,7 +322,8 @@ def test_decay_branch(run_without_faults, checkout, tmp_path):
         "flat after the warmup of 2 steps"
     )
     assert list(branch) == [25, 26, 27, 28]
-    lowest = 0.1  # min_lr_factor of the job file
+    # min_lr_factor of the job file
+    lowest = 0.1
     expected = [3e-3 * (lowest + (1 - lowest) * (1 - k / 4)) for k in (1, 2, 3, 4)]
     # a factor and a product of the same four numbers, in another order: a few roundings
     assert [branch[s]["lr"] for s in branch] == pytest.approx(
@@ -373,7 +375,7 @@ touch {folder}/ready
 while :; do sleep 0.1; done
 """
 SCONTROL = """#!/bin/bash
-echo "$@" >> {folder}/asked
+echo "$@" >> {folder}/requests
 if [ "$1" = show ]; then printf 'n1\\nn2\\nn3\\n'; else exit 1; fi
 """
 
@@ -414,13 +416,13 @@ def test_times_of_slurm(text, seconds):
 
 
 def run_script(folder: Path, code: int, cluster: Cluster, number: int) -> int:
-    """Run submit.sbatch with stand-ins, send it a signal, return its exit status."""
     path = stand_in_script(folder, STAND_IN.format(folder=folder, code=code), cluster)
     write_program(folder / "scontrol", SCONTROL.format(folder=folder))
     write_program(folder / "srun", "#!/bin/sh\nexec sleep 60\n")
     slurm = {"SLURM_JOB_ID": "9", "RETRY_S": "0", "SLURM_JOB_NODELIST": "n[1-3]"}
     env = {**environment(), "PATH": f"{folder}:{os.environ['PATH']}", **slurm}
     script = subprocess.Popen(["bash", str(path)], env=env, text=True)
+    # a signal before the stand-in has its trap would end it
     while not (folder / "ready").exists():
         assert script.poll() is None
         time.sleep(0.01)
@@ -429,24 +431,20 @@ def run_script(folder: Path, code: int, cluster: Cluster, number: int) -> int:
 
 
 @pytest.mark.parametrize(
-    ("number", "code", "requeue", "asked"),
+    ("number", "code", "requeue", "requests"),
     [
         (signal.SIGUSR1, 85, True, ["requeue 9"]),
-        (
-            signal.SIGTERM,
-            84,
-            True,
-            ["requeue 9"],
-        ),  # nothing new was saved: go on from the checkpoint before
+        # nothing new was saved: go on from the checkpoint before
+        (signal.SIGTERM, 84, True, ["requeue 9"]),
         (signal.SIGUSR1, 85, False, []),
         (signal.SIGUSR1, 86, True, []),
     ],
 )
-def test_script_hands_signals_on_and_requeues(tmp_path, number, code, requeue, asked):
+def test_script_hands_signals_on_and_requeues(tmp_path, number, code, requeue, requests):
     cluster = Cluster(nodes=2, gpus_per_node=8, spares=1, requeue=requeue)
     assert run_script(tmp_path, code, cluster, number) == code
-    lines = (tmp_path / "asked").read_text().splitlines()
-    assert lines[1:] == asked * 60, "a controller that does not answer is asked again"
+    lines = (tmp_path / "requests").read_text().splitlines()
+    assert lines[1:] == requests * 60, "a controller that does not answer is asked again"
     arguments = (tmp_path / "arguments").read_text()
     nodes = "--nproc-per-node 8 --nodes n1,n2,n3 --spares 1"
     assert f"-P -m train.supervise {nodes} --job.config_file" in arguments
@@ -454,11 +452,13 @@ def test_script_hands_signals_on_and_requeues(tmp_path, number, code, requeue, a
 
 def test_watch_asks_again_where_the_controller_does_not_answer(tmp_path):
     (tmp_path / "pulse").touch()
-    asked = tmp_path / "asked"
+    # the controller takes the third request
+    requests = tmp_path / "requests"
     write_program(
-        tmp_path / "scontrol", f'#!/bin/bash\necho "$@" >> {asked}\n[ $(wc -l < {asked}) = 3 ]\n'
+        tmp_path / "scontrol",
+        f'#!/bin/bash\necho "$@" >> {requests}\n[ $(wc -l < {requests}) = 3 ]\n',
     )
     env = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "9"}
     watch = ["bash", "-c", WATCHER, str(tmp_path / "pulse"), "0.01"]
     subprocess.run(watch, env=env, check=True, timeout=300)
-    assert asked.read_text().splitlines() == ["requeue 9"] * 3
+    assert requests.read_text().splitlines() == ["requeue 9"] * 3

@@ -35,7 +35,8 @@ pytestmark = [
         bool(missing()), reason=f"no {', '.join(missing())} here: `make packages` installs a Slurm"
     ),
 ]
-TIMEOUT_S = 900  # for anything to happen on a slow day
+# for anything to happen on a slow day
+TIMEOUT_S = 900
 
 
 @dataclass
@@ -78,7 +79,6 @@ class Launcher:
         commit(self.checkout, "broken")
 
     def wait_for_steps(self, number: int, attempt: int, steps: int) -> None:
-        """Wait until an attempt of a phase has logged so many steps."""
         path = self.folder / f"phase{number}/metrics.jsonl"
 
         def count_steps() -> int:
@@ -98,30 +98,31 @@ class Launcher:
 
 
 @pytest.fixture(scope="module")
-def story(prepared_data, tmp_path_factory):
+def story(data_folder, tmp_path_factory):
     folder = tmp_path_factory.mktemp("slurm")
     (folder / "cluster").mkdir()
     with SlurmCluster(folder / "cluster") as cluster:
-        there = Launcher(folder, prepared_data, cluster)
+        launcher = Launcher(folder, data_folder, cluster)
         nodes = ("--nodes", "2", "--gpus-per-node", "1", "--spares", "1", "--cpu")
         first = ("configs/debug_phase1.toml", *nodes)
-        id1 = there.submit(1, *first, "--time", "30", "--env", "PACED_SECONDS=5")
+        id1 = launcher.submit(1, *first, "--time", "30", "--env", "PACED_SECONDS=5")
         switch = ("--phase-switch", str(folder / "phase1"), "--config", "configs/debug_phase2.toml")
-        id2 = there.submit(2, *switch)
+        id2 = launcher.submit(2, *switch)
         waiting = cluster.job(id2)
-        refused = there.launch(1, *first).stderr
-        there.break_checkout()
-        there.wait_for_steps(1, attempt=1, steps=3)
+        refused = launcher.launch(1, *first).stderr
+        launcher.break_checkout()
+        launcher.wait_for_steps(1, attempt=1, steps=3)
         wait_for(lambda: cluster.signal(id1, "USR1"), "the signal", TIMEOUT_S)
         wait_for(lambda: cluster.job(id1)["Restarts"] == "1", "the requeue", TIMEOUT_S)
         requeued = cluster.job(id1)
-        there.wait_for_steps(1, attempt=2, steps=3)
+        launcher.wait_for_steps(1, attempt=2, steps=3)
         cluster.lose_node("n2")
-        (folder / "code.fast").touch()  # nothing more has to happen between steps
-        job1 = there.wait_for_end(id1)
+        # nothing more has to happen between steps
+        (folder / "code.fast").touch()
+        job1 = launcher.wait_for_end(id1)
         cluster.start_node("n2")
         cluster.make_bad("n2")
-        job2 = there.wait_for_end(id2)
+        job2 = launcher.wait_for_end(id2)
     assert not cluster.processes(), "the cluster left processes behind"
     phase1, phase2 = (folder / name for name in ("phase1", "phase2"))
     return Story(phase1, phase2, refused, requeued, waiting, job1, job2)

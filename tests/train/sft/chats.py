@@ -1,4 +1,4 @@
-"""Packed conversations for the tests of training, and a model that is small enough for them."""
+"""Pack conversations for the tests of training, and build a model that is small enough for them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from laneformer import Laneformer, LaneformerConfig
 from laneformer.titan.spec import LaneformerArgs, TitanLaneformer
 from tests.records.lines import write_lines
 from tests.train import runs
-from train.data import inputs_and_labels
+from train.data import split_inputs_and_labels
 from train.sft import identity
 from train.sft.__main__ import Arguments, run
 
@@ -31,8 +31,7 @@ FLAGS = (
 
 
 def conversations(count: int) -> list[list[dict[str, str]]]:
-    """Return short conversations about the model's identity."""
-    # short: what they leave of a window is padding
+    # short ones: what they leave of a window is padding
     return identity.conversations(tomllib.loads(identity.EXAMPLE.read_text()), count, seed=1)
 
 
@@ -55,7 +54,9 @@ def prepare(folder: Path, tokenizer: Path, count: int, seq_len: int = SEQ_LEN) -
 
 
 def batch(tokens: np.ndarray, flags: np.ndarray) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    return inputs_and_labels(*(torch.from_numpy(each.astype(np.int64)) for each in (tokens, flags)))
+    return split_inputs_and_labels(
+        *(torch.from_numpy(array.astype(np.int64)) for array in (tokens, flags))
+    )
 
 
 def plain_model(dtype: torch.dtype = torch.float64) -> Laneformer:
@@ -65,7 +66,7 @@ def plain_model(dtype: torch.dtype = torch.float64) -> Laneformer:
 
 
 def titan_model(**args: Any) -> TitanLaneformer:
-    """Return the trainer's model with the same weights, in float64."""
+    # with the same weights
     model = TitanLaneformer(
         LaneformerArgs(config=CONFIG, attention="sdpa", mask_documents=True, bos_id=1, **args)
     )

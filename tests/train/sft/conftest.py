@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from tests.train.runs import STEPS, succeed
+from tests.train.runs import STEPS, train_toy
 from tests.train.sft import chats
 
 
 @pytest.fixture(scope="session")
-def lock(prepared_data, shared):
-    """Prepare packed conversations in windows of chats.SEQ_LEN tokens."""
-    tokenizer = prepared_data / "tokenizer.model"
+def lock(data_folder, shared):
+    tokenizer = data_folder / "tokenizer.model"
     return (
         shared("chats", lambda folder: chats.prepare(folder, tokenizer, 300)) / "data/sft.lock.json"
     )
@@ -19,7 +18,6 @@ def lock(prepared_data, shared):
 
 @pytest.fixture(scope="session")
 def parent(phase1, shared):
-    """Return the last checkpoint of a short phase 1."""
     flags = (*chats.FLAGS[:4], "--validation.no-enable")
-    folder = shared("parent", lambda folder: succeed(folder / "run", phase1, *flags, ranks=1))
+    folder = shared("parent", lambda folder: train_toy(folder / "run", phase1, *flags, ranks=1))
     return folder / f"run/checkpoint/step-{STEPS}"

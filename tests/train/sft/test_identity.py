@@ -15,8 +15,8 @@ TABLE = tomllib.loads(EXAMPLE.read_text())
 def test_they_are_different_and_a_function_of_the_seed():
     chats = conversations(TABLE, 500, seed=1)
     assert chats == conversations(TABLE, 500, seed=1) != conversations(TABLE, 500, seed=2)
-    assert len({json.dumps(each) for each in chats}) == 500
-    assert {len(each) for each in chats} == {2, 4}
+    assert len({json.dumps(chat) for chat in chats}) == 500
+    assert {len(chat) for chat in chats} == {2, 4}
 
 
 def test_facts_are_put_in_everywhere():

@@ -14,7 +14,7 @@ from laneformer.hf.tokenizer import CHAT_TEMPLATE
 from records import job as job_sections
 from records.files import read_json
 from tests.train import production
-from tests.train.runs import copy_stopped_at, metrics, succeed, weights
+from tests.train.runs import copy_stopped_at, metrics, train_toy, weights
 from tests.train.sft import chats
 from tests.train.supervised import assert_same
 from train.data import build_mixture_loader
@@ -32,9 +32,8 @@ def flags(parent: Path, steps: int = STEPS) -> tuple[str, ...]:
 
 @pytest.fixture(scope="module")
 def whole(lock, parent, tmp_path_factory):
-    """Run configs/debug_sft.toml on two ranks."""
     run = tmp_path_factory.mktemp("sft") / "whole"
-    succeed(run, lock, *flags(parent), config="debug_sft")
+    train_toy(run, lock, *flags(parent), config="debug_sft")
     return run
 
 
@@ -64,14 +63,17 @@ def test_the_mean_is_over_all_trained_tokens_of_the_global_batch(whole, lock, pa
     tokens, marks = mixture.sequences(0, GLOBAL_BATCH)[0], mixture.flags(0, GLOBAL_BATCH)
     losses, count, norm = plain_loss(parent.parents[1], STEPS, tokens, marks)
     row = metrics(whole)[0]
-    rounding = 1e-6 * norm  # float32 through four layers, sums in another order
+    # float32 through four layers, sums in another order
+    rounding = 1e-6 * norm
     assert abs(row["loss"] - losses.sum().item() / count) < 16 * EPSILON * row["loss"]
     assert abs(row["grad_norm"] - norm) < 100 * rounding
-    of_ranks = [(marks[rank * 2 : rank * 2 + 2, 1:] & TRAINED).sum() for rank in range(2)]
-    assert of_ranks[0] != of_ranks[1]
-    of_each = [losses[rank * 2 : rank * 2 + 2].sum().item() / of_ranks[rank] for rank in range(2)]
+    labels_of_ranks = [(marks[rank * 2 : rank * 2 + 2, 1:] & TRAINED).sum() for rank in range(2)]
+    assert labels_of_ranks[0] != labels_of_ranks[1]
+    means = [
+        losses[rank * 2 : rank * 2 + 2].sum().item() / labels_of_ranks[rank] for rank in range(2)
+    ]
     # a mean of means would be seen
-    assert abs(sum(of_each) / 2 - row["loss"]) > 100 * EPSILON * row["loss"]
+    assert abs(sum(means) / 2 - row["loss"]) > 100 * EPSILON * row["loss"]
     assert row["lr"] == pytest.approx(3e-3)
     assert row["phase"] == "sft"
     # those of the phases before count
@@ -86,7 +88,7 @@ def test_held_out_loss_is_that_of_answers(whole, lock):
         valid_windows(lock.parent, "identity", WINDOWS),
         valid_windows(lock.parent, "identity", WINDOWS, flags=True),
     )
-    losses, count, _ = plain_loss(whole, STEPS, *(each.astype(np.int64) for each in windows))
+    losses, count, _ = plain_loss(whole, STEPS, *(array.astype(np.int64) for array in windows))
     row = metrics(whole)[-1]
     assert abs(row["valid_loss"] - losses.sum().item() / count) < 64 * EPSILON * row["valid_loss"]
     assert [r["step"] for r in metrics(whole) if "valid_loss" in r] == [2, 4]
@@ -96,7 +98,7 @@ def test_held_out_loss_is_that_of_answers(whole, lock):
 def test_resumed_it_is_the_same_run(whole, lock, parent, tmp_path):
     resumed = tmp_path / "resumed"
     copy_stopped_at(2, whole, resumed)
-    succeed(resumed, lock, *flags(parent), config="debug_sft")
+    train_toy(resumed, lock, *flags(parent), config="debug_sft")
     assert_same(resumed, whole, STEPS)
 
 
@@ -119,9 +121,9 @@ def test_packed_conversations_must_not_see_each_other(lock):
 
 
 @pytest.mark.rotate
-def test_shipped_job(shipped_run, lock, tmp_path):
+def test_shipped_job(production_run, lock, tmp_path):
     # configs/sft.toml on two ranks with shapes shrunk: compiled, bfloat16, checkpointed, validated
-    start = shipped_run / f"checkpoint/step-{production.STEPS}"
+    start = production_run / f"checkpoint/step-{production.STEPS}"
     more = {"training.seq_len": chats.SEQ_LEN, "checkpoint.initial_load_path": start}
     run = production.train(production.torchrun(2), "sft", tmp_path / "sft", lock, more)
     production.assert_trained("sft", run)

@@ -24,7 +24,7 @@ def windows(lock):
 
 
 def conversations_of(windows: tuple[np.ndarray, np.ndarray]) -> list[tuple[int, int, int]]:
-    """Return (window, first token, one past the last) of every conversation and the padding."""
+    # (window, first token, one past the last) of every conversation and the padding
     return [
         (number, first, end)
         for number, flags in enumerate(windows[1][:, : chats.SEQ_LEN])
@@ -35,9 +35,9 @@ def conversations_of(windows: tuple[np.ndarray, np.ndarray]) -> list[tuple[int, 
 
 
 def alone(windows: tuple[np.ndarray, np.ndarray]) -> torch.Tensor:
-    """Return float64 losses (B, S) of each conversation alone; 0 if untrained."""
+    # float64 losses (B, S) of each conversation alone; 0 if untrained
     model, losses = chats.plain_model(), torch.zeros(WINDOWS, chats.SEQ_LEN, dtype=torch.float64)
-    tokens, flags = (torch.from_numpy(each) for each in windows)
+    tokens, flags = (torch.from_numpy(array) for array in windows)
     for number, first, end in conversations_of(windows):
         labels = tokens[number, first + 1 : end]
         with torch.no_grad():
@@ -52,8 +52,7 @@ def alone(windows: tuple[np.ndarray, np.ndarray]) -> torch.Tensor:
 
 
 def wide_rope_table(config, positions):
-    """Return `rope_table` in float64."""
-    # angles of large positions lose digits in float32
+    # in float64: angles of large positions lose digits in float32
     exponent = torch.arange(0, config.head_dim, 2, dtype=torch.float64) / config.head_dim
     angle = positions[None, :, None].double() / config.rope_theta**exponent
     return angle.cos()[:, :, None], angle.sin()[:, :, None]

@@ -26,9 +26,9 @@ print(tokens.shape, *model.model.mtp.draft_ids.shape)
 
 
 @pytest.mark.rotate
-def test_shipped_job(shipped_run, lock, prepared_data, tmp_path):
+def test_shipped_job(production_run, lock, data_folder, tmp_path):
     # two ranks with shapes shrunk, from a checkpoint without the head
-    start = shipped_run / f"checkpoint/step-{production.STEPS}"
+    start = production_run / f"checkpoint/step-{production.STEPS}"
     changes = {"checkpoint.initial_load_path": start, "training.seq_len": chats.SEQ_LEN}
     folder = production.train(production.torchrun(2), "mtp", tmp_path / "mtp", lock, changes)
     rows = metrics(folder)
@@ -46,14 +46,14 @@ def test_shipped_job(shipped_run, lock, prepared_data, tmp_path):
         "--draft-vocab-size",
         "64",
     ]
-    tokenizer = ["--tokenizer", prepared_data / "tokenizer.model"]
+    tokenizer = ["--tokenizer", data_folder / "tokenizer.model"]
     subprocess.run([sys.executable, "-m", *map(str, [*command, *tokenizer])], check=True)
     ids = load_file(out / "model.safetensors")[hf_name(DRAFT_IDS)]
     assert ids.tolist() == sorted(set(ids.tolist()))
     assert read_json(out / "config.json")["draft_vocab_size"] == len(ids) == 64
-    loaded = subprocess.run(
+    outcome = subprocess.run(
         [sys.executable, "-c", LOADED, str(out)], capture_output=True, text=True, cwd=tmp_path
     )
-    assert loaded.stdout.split() == ["torch.Size([1,", "7])", "64"], loaded.stderr
+    assert outcome.stdout.split() == ["torch.Size([1,", "7])", "64"], outcome.stderr
     import_folder(out, tmp_path / "imported")
     assert read_json(tmp_path / "imported/model.json")["draft_vocab_size"] == 0

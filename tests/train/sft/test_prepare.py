@@ -59,8 +59,8 @@ def with_messages(chats: list[list[Turn]]) -> list[Turn]:
 
 
 @pytest.fixture(scope="module")
-def tokenizer(prepared_data):
-    return prepared_data / "tokenizer.model"
+def tokenizer(data_folder):
+    return data_folder / "tokenizer.model"
 
 
 @pytest.fixture
@@ -73,8 +73,7 @@ def arguments(tmp_path, tokenizer):
 
 @pytest.fixture
 def prepare(arguments, tmp_path):
-    """Return a function that prepares rows in place of the fixture's and returns the manifest."""
-
+    # with other rows than the fixture's; returns the manifest
     def prepare(rows, **changes):
         path = write(tmp_path / "chat.jsonl", rows)
         run(replace(arguments, conversations=(str(path),), **changes))
@@ -88,7 +87,7 @@ def manifest(arguments: Arguments) -> dict[str, Any]:
 
 
 def texts(windows: np.ndarray, flags: np.ndarray, tokenizer: Path) -> tuple[list[str], list[str]]:
-    """Return the conversations in some windows, whole and only what is trained, without padding."""
+    # the conversations in some windows, whole and only what is trained, without padding
     sp = sentencepiece.SentencePieceProcessor(model_file=str(tokenizer))
     whole, trained = [], []
     for window, marks in zip(windows[:, :-1].tolist(), flags[:, :-1].tolist(), strict=True):
@@ -103,20 +102,18 @@ def texts(windows: np.ndarray, flags: np.ndarray, tokenizer: Path) -> tuple[list
 
 
 def read_valid(arguments: Arguments, name: str = "chat") -> tuple[list[str], list[str]]:
-    """`texts` of the windows that are held out."""
     windows, flags = (valid_windows(arguments.out, name, flags=flags) for flags in (False, True))
     return texts(windows, flags, arguments.tokenizer)
 
 
-def to_train_on(arguments: Arguments) -> tuple[list[str], list[str]]:
-    """`texts` of the other windows."""
+def read_train(arguments: Arguments) -> tuple[list[str], list[str]]:
     mixture, count = Mixture.open(arguments.out / "sft.lock.json"), manifest(arguments)["windows"]
     return texts(mixture.sequences(0, count)[0], mixture.flags(0, count), arguments.tokenizer)
 
 
 def test_every_conversation_is_trained_or_held_out_and_only_answers_count(arguments):
     run(arguments)
-    (whole, trained), (whole_held, trained_held) = to_train_on(arguments), read_valid(arguments)
+    (whole, trained), (whole_held, trained_held) = read_train(arguments), read_valid(arguments)
     assert 3 <= len(whole_held) <= 30
     assert not set(whole) & set(whole_held)
     assert len(whole) + len(whole_held) == 120
@@ -137,14 +134,14 @@ def test_one_text_gives_the_same_bytes_in_any_order_and_form_and_from_any_worker
     # Shuffled with copies, as ShareGPT's turns, in Parquet, in text parts; and behind system
     # messages, which the template ignores, also where the model is served.
     parts = [
-        [{**turn, "content": [{"type": "text", "text": turn["content"]}]} for turn in each]
-        for each in CHATS
+        [{**turn, "content": [{"type": "text", "text": turn["content"]}]} for turn in turns]
+        for turns in CHATS
     ]
     system = [
-        [{"role": ("system", "developer")[n % 2], "content": "Be brief."}, *each]
-        for n, each in enumerate(CHATS)
+        [{"role": ("system", "developer")[n % 2], "content": "Be brief."}, *turns]
+        for n, turns in enumerate(CHATS)
     ]
-    share = [{"conversations": [*map(in_sharegpt, each)], "id": 3} for each in CHATS]
+    share = [{"conversations": [*map(in_sharegpt, turns)], "id": 3} for turns in CHATS]
     pyarrow.parquet.write_table(pyarrow.table({"messages": CHATS}), tmp_path / "rows.parquet")
     variants: dict[Path, dict[str, Any]] = {
         write(tmp_path / "again.jsonl.gz", with_messages(CHATS[60:] + CHATS[:67])): {
@@ -235,7 +232,7 @@ def test_what_the_user_excludes_is_context_and_not_trained(prepare, arguments, m
     copies = with_messages([chat(0, 2), chat(1, 2)])
     counts = prepare([copies[0], *rows, copies[1]], max_dropped=1)
     assert counts["dropped"] == {"duplicate": 2, "no_reply": 3}
-    whole, trained = to_train_on(arguments)
+    whole, trained = read_train(arguments)
     assert len(whole) > 30
     assert all(text.count("It is") == 2 for text in whole)
     assert all(text.count("It is") == 1 for text in trained)
@@ -288,7 +285,7 @@ def test_sources_are_mixed_by_weight_and_the_same_conversation_is_held_out_of_al
     assert dict(zip(mixture.source_names, mixture.weights, strict=True)) == {"chat": 1, "me": 3}
     assert set(read_valid(both)[0]) <= set(read_valid(both, "me")[0])
     by_size = json.loads(run(replace(both, weights=())).read_text())["sources"]
-    assert [each["weight"] for each in by_size] == [each["windows"] for each in by_size]
+    assert [entry["weight"] for entry in by_size] == [entry["windows"] for entry in by_size]
 
 
 def test_a_finished_source_is_kept_and_a_damaged_or_other_one_made_again(arguments, monkeypatch):
@@ -393,8 +390,8 @@ def test_as_commands(tmp_path, tokenizer):
         )
 
     out = str(tmp_path / "identity.jsonl")
-    written = command("train.sft.identity", "--out", out, "--conversations", "60")
-    assert written.stdout.endswith("60 conversations\n")
+    identity = command("train.sft.identity", "--out", out, "--conversations", "60")
+    assert identity.stdout.endswith("60 conversations\n")
     flags = [
         out,
         "--tokenizer",

@@ -1,8 +1,4 @@
-"""Tests that a conversation with system messages and tools has the same ids everywhere.
-
-Everywhere: in training, in Transformers on the exported folder, and in the server. Only the
-assistant's messages are trained.
-"""
+"""Tests that a conversation with tools has the same ids in training, Transformers and the server."""
 
 from __future__ import annotations
 
@@ -107,8 +103,8 @@ GOLDEN_SHA256 = "988d062f60704df706047f2dc27e58a0e72ee856dbd29449c52b87502fcfd75
 
 
 @pytest.fixture(scope="module")
-def data(prepared_data, tmp_path_factory):
-    """Return a folder of `train.sft --system-and-tools`, with ROWS among others."""
+def data(data_folder, tmp_path_factory):
+    # ROWS among others
     folder = tmp_path_factory.mktemp("tools")
     others = [
         {
@@ -123,7 +119,7 @@ def data(prepared_data, tmp_path_factory):
     path = write_lines(folder / "chat.jsonl", ROWS + others)
     arguments = Arguments(
         (str(path),),
-        prepared_data / "tokenizer.model",
+        data_folder / "tokenizer.model",
         folder / "data",
         system_and_tools=True,
         seq_len=SEQ_LEN,
@@ -136,10 +132,9 @@ def data(prepared_data, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def hf_folder(data):
-    """Export a run on that data."""
     run = data.out.parent / "run"
     run.mkdir()
-    # what attempt_record.describe_run copies
+    # what `describe_attempt` copies
     for path in shards.tokenizer_files(data.out):
         (run / path.name).write_bytes(path.read_bytes())
     (run / "model.json").write_text(json.dumps(chats.CONFIG.to_dict()))
@@ -153,8 +148,8 @@ def hf_folder(data):
 
 
 @pytest.fixture(scope="module")
-def encoder(prepared_data):
-    return encoder_of(prepared_data, TOOLS_TEMPLATE)
+def encoder(data_folder):
+    return encoder_of(data_folder, TOOLS_TEMPLATE)
 
 
 def encoder_of(data: Path, template: Path) -> PromptEncoder:
@@ -163,35 +158,35 @@ def encoder_of(data: Path, template: Path) -> PromptEncoder:
 
 
 @pytest.fixture(scope="module")
-def encoded_rows(encoder):
+def encodings(encoder):
     return [encode(row, encoder, True, SEQ_LEN, False) for row in ROWS]
 
 
 def with_values(row: Row) -> tuple[list[Row], Any]:
-    """Return messages and tools as Transformers' templates take them."""
     row, tools = json.loads(json.dumps(row)), row.get("tools")
-    # contents as one text, a developer as the system, and arguments as values
+    # as Transformers' templates take them: contents as one text, a developer as the system, arguments as values
     for message in row["messages"]:
         message["role"] = {"developer": "system"}.get(message["role"], message["role"])
         if isinstance(message["content"], list):
             message["content"] = "\n".join(part["text"] for part in message["content"])
-        for each in message.get("tool_calls", []):
-            each["function"]["arguments"] = json.loads(each["function"]["arguments"])
+        for request in message.get("tool_calls", []):
+            request["function"]["arguments"] = json.loads(request["function"]["arguments"])
     return row["messages"], json.loads(tools) if isinstance(tools, str) else tools
 
 
-def test_the_same_ids_in_training_transformers_and_the_server(hf_folder, encoded_rows):
+def test_the_same_ids_in_training_transformers_and_the_server(hf_folder, encodings):
     from transformers import PreTrainedTokenizerFast
 
     theirs = PreTrainedTokenizerFast.from_pretrained(hf_folder)
-    tokenizer, config, _ = read_texts(hf_folder)  # as the engine reads them
+    # as the engine reads them
+    tokenizer, config, _ = read_texts(hf_folder)
     assert tokenizer is not None
     context = SimpleNamespace(
         prompts=PromptEncoder(tokenizer, config),
         check_length=lambda text, _: text,
         tool_calling=ToolCalling(config, Grammars(tokenizer, tokenizer.get_vocab_size(), [2])),
     )
-    for row, ours in zip(ROWS, encoded_rows, strict=True):
+    for row, ours in zip(ROWS, encodings, strict=True):
         _, tools = with_values(row)
         # as a client sends it
         request = ConversationRequest.model_validate(
@@ -199,9 +194,9 @@ def test_the_same_ids_in_training_transformers_and_the_server(hf_folder, encoded
         )
         assert prepare_prompt(request, context)[1] == ours.ids.tolist()
         # Transformers ends a turn where a text spells "</s>" (docs/decisions/sft.md)
-        sent = json.loads(json.dumps(row).replace(EOS, ""))
-        messages, tools = with_values(sent)
-        same = encode(sent, context.prompts, True, SEQ_LEN, False)
+        without_eos = json.loads(json.dumps(row).replace(EOS, ""))
+        messages, tools = with_values(without_eos)
+        same = encode(without_eos, context.prompts, True, SEQ_LEN, False)
         out = theirs.apply_chat_template(
             messages, tools=tools, return_dict=True, return_assistant_tokens_mask=True
         )
@@ -209,9 +204,9 @@ def test_the_same_ids_in_training_transformers_and_the_server(hf_folder, encoded
         assert out["assistant_masks"] == same.trained.astype(int).tolist()
 
 
-def test_calls_and_answers_are_trained_and_nothing_else(encoded_rows, encoder, prepared_data):
-    tokenizer, _ = open_tokenizer(prepared_data / "tokenizer.model")
-    encoded = encoded_rows[4]
+def test_calls_and_answers_are_trained_and_nothing_else(encodings, encoder, data_folder):
+    tokenizer, _ = open_tokenizer(data_folder / "tokenizer.model")
+    encoded = encodings[4]
     edges = np.flatnonzero(np.diff(encoded.trained.astype(int))) + 1
     pieces = np.split(encoded.ids, edges)
     texts = [tokenizer.decode(piece.tolist(), skip_special_tokens=False) for piece in pieces]
@@ -241,7 +236,8 @@ def test_the_template_goes_with_the_model_and_the_default_is_the_published_one(
         ValueError, match=r"rows with tools \(role, tools\), give --system-and-tools"
     ):
         run(replace(plain, max_dropped=0))
-    run(plain)  # in the same folder: another template makes the source again
+    # in the same folder: another template makes the source again
+    run(plain)
     assert (data.out / "chat_template.jinja").read_bytes() == CHAT_TEMPLATE.read_bytes()
     after = read_json(data.out / "chat/source.json")
     assert (after["system_ignored"], after["dropped"]) == (83, {"duplicate": 3, "tools": 4})
@@ -257,16 +253,16 @@ def test_without_the_option_ids_and_hashes_are_those_of_before():
     )
     rows = [{"messages": messages} for messages in (ASKED, [SYSTEM, *ASKED], LONG)]
     encoded = [encode(row, published, False, 600, True) for row in rows]
-    assert [(each.key, each.cut, "system" in each.ignored) for each in encoded] == GOLDEN_KEYS
+    assert [(chat.key, chat.cut, "system" in chat.ignored) for chat in encoded] == GOLDEN_KEYS
     content = b"".join(
-        each.ids.astype("<u4").tobytes() + each.trained.tobytes() for each in encoded
+        chat.ids.astype("<u4").tobytes() + chat.trained.tobytes() for chat in encoded
     )
     assert hashlib.sha256(content).hexdigest() == GOLDEN_SHA256
 
 
-def test_a_conversation_without_system_and_tools_is_the_published_one(encoder, prepared_data):
+def test_a_conversation_without_system_and_tools_is_the_published_one(encoder, data_folder):
     # so it is held out by the same hash, whatever the template
-    published = encoder_of(prepared_data, CHAT_TEMPLATE)
+    published = encoder_of(data_folder, CHAT_TEMPLATE)
     for messages in (ASKED, LONG):
         row = {"messages": messages}
         ours, theirs = (
@@ -311,7 +307,7 @@ def test_tools_are_described_as_by_the_server_for_templates_without_any():
 
 
 def struct(name: str, **arguments: Any) -> Row:
-    """Return a call whose arguments are values."""
+    # a call whose arguments are values, not JSON in a text
     return {"type": "function", "function": {"name": name, "arguments": arguments}}
 
 
@@ -322,7 +318,6 @@ OF_TWO = {
 
 
 def use_tool(name: str, tools: Any = None, **arguments: Any) -> Row:
-    """Return a row in which the assistant calls a tool."""
     called = turn("assistant", "", tool_calls=[struct(name, **arguments)])
     return {"messages": [ASKED[0], called, turn("tool", "9")], "tools": tools}
 
@@ -394,9 +389,9 @@ def test_values_that_json_has_not_are_refused(encoder):
         ),
     ],
 )
-def test_what_the_template_does_not_show_is_named(encoder, prepared_data, row, tools, ignored):
+def test_what_the_template_does_not_show_is_named(encoder, data_folder, row, tools, ignored):
     # of a row, and of the assistant's output
-    chosen = encoder if tools else encoder_of(prepared_data, CHAT_TEMPLATE)
+    chosen = encoder if tools else encoder_of(data_folder, CHAT_TEMPLATE)
     assert encode(row, chosen, tools, SEQ_LEN, False).ignored == ignored
 
 

@@ -1,4 +1,4 @@
-"""A job as the supervisor reads it, without a file."""
+"""Make a job as the supervisor reads it, without a file."""
 
 from __future__ import annotations
 

@@ -17,13 +17,13 @@ from train.supervise.supervisor import Options, Supervisor
 
 @pytest.fixture
 def answer():
-    """Set when somebody gives up."""
+    # set when somebody gives up
     return threading.Event()
 
 
 @pytest.fixture
 def posts(job, answer, monkeypatch):
-    """Return what the job's webhook receives; a text that holds "hang" waits for `answer`."""
+    # what the job's webhook receives; a text that holds "hang" waits for `answer`
     received: list[dict[str, Any]] = []
 
     class Server(BaseHTTPRequestHandler):
@@ -70,7 +70,7 @@ def test_a_kind_is_sent_once_and_counted(job, posts):
 
 def test_workers_reports_become_alerts(job, posts):
     job.alerts.min_interval_s = 0.0
-    assert Alerts(job).missing() is None
+    assert Alerts(job).find_problem() is None
     record_event(job.run, "save_failed", step=1, reason="of an earlier supervisor")
     alerts = Alerts(job)
     record_event(job.run, "checkpoint_removed", step=2)
@@ -85,7 +85,7 @@ def test_a_command_gets_the_text(job, tmp_path):
     job.alerts.command = f"cat > {tmp_path}/mail"
     job.alerts.webhook_env = "NOT_SET_ANYWHERE"
     alerts = Alerts(job)
-    assert "NOT_SET_ANYWHERE is not set" in str(alerts.missing())
+    assert "NOT_SET_ANYWHERE is not set" in str(alerts.find_problem())
     alerts.send("hang", "no rank finished a step")
     alerts.close()
     assert (tmp_path / "mail").read_text() == "run: hang: no rank finished a step"

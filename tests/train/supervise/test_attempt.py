@@ -17,7 +17,7 @@ from records.events import BAD_STEP, write_outcome
 from records.files import read_lines
 from train.supervise import attempt as attempt_module
 from train.supervise import heartbeat, workers
-from train.supervise.attempt import Attempt, Ended, exit_words
+from train.supervise.attempt import Attempt, Ended, describe_exit
 from train.supervise.signals import StopSignals
 
 REPORT = "Root Cause (first observed failure):\n[0]:\n  host      : a.long.name\n"
@@ -25,8 +25,7 @@ REPORT = "Root Cause (first observed failure):\n[0]:\n  host      : a.long.name\
 
 @pytest.fixture
 def begin(job, monkeypatch):
-    """Start an attempt whose workers are this shell command; console: torchrun's output."""
-
+    # an attempt whose workers are a shell command; console: torchrun's output
     def begin(command, nodes=None, per_node=1, console="", **options):
         started = ["sh", "-c", command]
         monkeypatch.setattr(
@@ -49,8 +48,9 @@ def test_a_second_request_kills_what_does_not_end(begin, job, tmp_path):
 
     def look():
         if (tmp_path / "pid").exists():
-            attempt.stop.asked = "SIGTERM"
-        if (job.run / "stop").exists():  # they were asked first
+            attempt.stop.request = "SIGTERM"
+        # they were asked first
+        if (job.run / "stop").exists():
             attempt.stop._force()
 
     job.resilience.hang_timeout_s = 2.0  # looks are as frequent
@@ -88,17 +88,17 @@ def test_workers_that_do_not_exit_keep_their_outcome(begin, job):
 def test_dead_workers_are_a_crash_however_long_torchrun_lives(begin, job, monkeypatch, tmp_path):
     # All ranks have died, and torchrun takes longer than the hang timeout to exit: no rank is to
     # blame for a hang.
-    seen = tmp_path / "seen"
+    noted = tmp_path / "noted"
 
     def look(self):
-        """A hang, once the workers were seen and are gone."""
-        return 99.0 if seen.exists() and attempt._workers_are_gone() else None
+        # a hang, once the workers were noted and are gone
+        return 99.0 if noted.exists() and attempt._workers_are_gone() else None
 
     monkeypatch.setattr(heartbeat.HangWatch, "look", look)
     job.resilience.hang_timeout_s = 2.0  # looks are as frequent
     attempt = begin(
-        f"(until [ -e {seen} ]; do sleep 0.1; done) & wait; exec sleep 600",
-        on_look=lambda: seen.touch() if attempt.processes else None,
+        f"(until [ -e {noted} ]; do sleep 0.1; done) & wait; exec sleep 600",
+        on_look=lambda: noted.touch() if attempt.processes else None,
     )
     assert attempt.watch().reason.startswith("no worker recorded an outcome")
     # no hang is recorded
@@ -114,7 +114,7 @@ def test_dead_workers_are_a_crash_however_long_torchrun_lives(begin, job, monkey
     ],
 )
 def test_exit_statuses_in_words(status, words):
-    assert exit_words(status) == words
+    assert describe_exit(status) == words
 
 
 def test_a_crash_names_its_node_its_signal_and_the_full_disk(begin, job, monkeypatch):
@@ -122,7 +122,8 @@ def test_a_crash_names_its_node_its_signal_and_the_full_disk(begin, job, monkeyp
     # was killed.
     usage = type("Usage", (), {"free": 4096, "total": 60 << 20})
     monkeypatch.setattr("train.supervise.attempt.shutil.disk_usage", lambda path: usage)
-    monkeypatch.setattr(attempt_module, "REPORT_BYTES", 200)  # all else may be gigabytes
+    # all else may be gigabytes
+    monkeypatch.setattr(attempt_module, "REPORT_BYTES", 200)
     earlier = REPORT + "  rank      : 1 (local_rank: 1)\n"
     last = REPORT + "  rank      : 5 (local_rank: 1)\n  exitcode  : -9 (pid: 77)\n"
     ended = begin("false", ["n1", "n2"], 4, console=earlier + 300 * "." + last).watch()
@@ -196,6 +197,6 @@ def test_a_uid_without_a_name_starts_workers(monkeypatch, tmp_path):
     started: list[dict[str, str]] = []
     monkeypatch.setattr(subprocess, "Popen", lambda command, env, **_: started.append(env))
     for nodes in (None, ["n1", "n2"]):
-        monkeypatch.setattr(workers, "node_address", lambda node: node)
+        monkeypatch.setattr(workers, "find_node_address", lambda node: node)
         workers.start_workers(nodes, 1, ["train"], tmp_path / "logs", {})
     assert {env["TRITON_CACHE_DIR"] for env in started} == {f"{tempfile.gettempdir()}/triton_4242"}

@@ -10,7 +10,8 @@ import pytest
 
 from train.supervise.heartbeat import HangWatch, Heartbeat, read_heartbeats
 
-TIMEOUT_S = 60.0  # heartbeats every 5 s, silent after three
+# heartbeats every 5 s, silent after three
+TIMEOUT_S = 60.0
 
 
 class Clock:
@@ -37,10 +38,7 @@ def beat(
 def find_blame(
     folder: Path, marks: list[tuple[int, str] | None], dead: tuple[int, ...] = ()
 ) -> tuple:
-    """Return (ranks, words) for ranks at these marks.
-
-    marks: None for a rank that never reported. dead: ranks that wrote nothing after the start.
-    """
+    # a mark of None: the rank never reported; `dead` ranks wrote nothing after the start
     clock = Clock()
     # the clock of every node is wrong, each by another minute
     watch = HangWatch(folder, len(marks), TIMEOUT_S, TIMEOUT_S, clock)

@@ -17,23 +17,24 @@ from records.events import CRASHED, REFUSED, SUPERVISED, crash_on_record, read_o
 from records.files import hold_lock, read_json
 from tests.train.runs import ROOT, run_job
 from tests.train.supervised import arguments, supervise
-from train.supervise.lock import hold_rank, hold_run, no_ranks
+from train.supervise.lock import hold_rank, hold_run, require_no_ranks
 
 
 def test_one_job_a_run(tmp_path, monkeypatch):
     lock = hold_run(tmp_path)
-    no_ranks(tmp_path)
+    require_no_ranks(tmp_path)
     with pytest.raises(ValueError, match=f"another supervisor .*held by process {os.getpid()} on "):
         hold_run(tmp_path)
     with pytest.raises(ValueError, match="another supervisor"):
-        hold_rank(tmp_path, 0)  # of a job that no supervisor started
+        # of a job that no supervisor started
+        hold_rank(tmp_path, 0)
     monkeypatch.setenv(SUPERVISED, str(tmp_path))
     mine = hold_rank(tmp_path, 0)
     lock.close()
     with pytest.raises(ValueError, match="earlier supervisor"):
-        no_ranks(tmp_path)
+        require_no_ranks(tmp_path)
     mine[0].close()
-    no_ranks(tmp_path)
+    require_no_ranks(tmp_path)
     hold_run(tmp_path).close()
 
 
@@ -49,12 +50,8 @@ def test_a_lock_is_waited_for(tmp_path):
         # a library's, without a word: its place is named
         (AssertionError(""), True, REFUSED, f"AssertionError: .*{__file__}:"),
         (KeyError("2B"), True, REFUSED, f"KeyError: '2B' .*{__file__}:"),
-        (
-            FileNotFoundError(2, "No such file", "x.bin"),
-            True,
-            CRASHED,
-            "FileNotFoundError: ",
-        ),  # a slow mount
+        # a slow mount
+        (FileNotFoundError(2, "No such file", "x.bin"), True, CRASHED, "FileNotFoundError: "),
         (RuntimeError("NCCL"), True, CRASHED, "RuntimeError: NCCL"),
         (ValueError("in a step"), False, CRASHED, "ValueError: in a step"),
         (

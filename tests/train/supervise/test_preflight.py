@@ -17,7 +17,7 @@ import pytest
 from records.job import read_job
 from tests.train.runs import run_forked
 from train.supervise import preflight
-from train.supervise.preflight import GIB, Needs, exchange_problem, healthy_nodes
+from train.supervise.preflight import GIB, Needs, check_nodes, find_exchange_problem
 from train.supervise.workers import start_workers
 
 Address = namedtuple("Address", "family address")
@@ -26,8 +26,8 @@ JOB = read_job(["--job.config_file", "configs/phase1.toml"])
 
 
 @pytest.mark.rotate
-def test_a_node_says_what_it_has_and_what_it_lacks(prepared_data, tmp_path):
-    run, data = tmp_path / "run", shutil.copytree(prepared_data, tmp_path / "data")
+def test_a_node_says_what_it_has_and_what_it_lacks(data_folder, tmp_path):
+    run, data = tmp_path / "run", shutil.copytree(data_folder, tmp_path / "data")
 
     def ask(*options):
         status, output = run_forked(
@@ -81,8 +81,10 @@ def test_shared_memory_holds_the_nodes_part_of_what_a_save_stages(
 @pytest.mark.parametrize(
     ("interfaces", "nodes", "name_means", "says"),
     [
-        ("", "1", ["127.0.1.1"], "any"),  # one node may call itself what it likes
-        ("", "2", ["198.51.100.4", "10.0.0.7"], "10.0.0.7"),  # the first that it can bind
+        # one node may call itself what it likes
+        ("", "1", ["127.0.1.1"], "any"),
+        # the first that it can bind
+        ("", "2", ["198.51.100.4", "10.0.0.7"], "10.0.0.7"),
         ("eth0", "2", ["127.0.1.1"], "eth0"),
         # Debian's, at which every node would look for all others
         (
@@ -150,7 +152,7 @@ def test_bad_nodes_are_told_apart(tmp_path, monkeypatch):
     srun.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.setattr(preflight, "NODE_DEADLINE_S", 5.0)
-    good, bad = healthy_nodes(
+    good, bad = check_nodes(
         ["n6", "n1", "n2", "n3", "n4", "n5", "n7"], ["--job.config_file", "x.toml"]
     )
     # in the order of the candidates
@@ -172,7 +174,7 @@ def test_ranks_count_themselves(interface, tmp_path, monkeypatch):
         "start_workers",
         lambda nodes, *rest: start_workers(None, *rest[:-1], {**rest[-1], **env}),
     )
-    output = exchange_problem(["n0"], 2, tmp_path)
+    output = find_exchange_problem(["n0"], 2, tmp_path)
     if interface == "lo":
         assert output == ""
     else:
@@ -198,14 +200,15 @@ def test_ranks_count_themselves(interface, tmp_path, monkeypatch):
         ),
         ({}, None),
     ],
-)  # NCCL's watchdog ends a process without an exception
+)
 def test_what_hangs_is_known_by_what_its_ranks_had_begun(notes, says, tmp_path, monkeypatch):
+    # NCCL's watchdog ends a process without an exception
     monkeypatch.setattr(preflight, "start_workers", lambda *_: subprocess.Popen(["sleep", "60"]))
     monkeypatch.setattr(preflight, "EXCHANGE_DEADLINE_S", 0.2)
     for name, text in notes.items():
         (tmp_path / name).write_text(text)
     if says is None:
         with pytest.raises(ValueError, match="no result within"):
-            exchange_problem(["a", "b"], 1, tmp_path)
+            find_exchange_problem(["a", "b"], 1, tmp_path)
     else:
-        assert exchange_problem(["a", "b"], 1, tmp_path).startswith(says)
+        assert find_exchange_problem(["a", "b"], 1, tmp_path).startswith(says)

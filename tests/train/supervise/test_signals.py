@@ -20,9 +20,9 @@ WORKER.install()
 print("ready", flush=True)
 if sys.argv[2] == "hang":
     threading.Event().wait()
-while not WORKER.asked:
+while not WORKER.request:
     time.sleep(0.01)
-print(WORKER.asked, flush=True)
+print(WORKER.request, flush=True)
 time.sleep(0.1)  # a second signal soon after is the same request
 print("saved", flush=True)
 """
@@ -30,7 +30,7 @@ print("saved", flush=True)
 
 @contextmanager
 def start_process(*arguments: str) -> Iterator[subprocess.Popen]:
-    """PROGRAM when it is ready for signals."""
+    # when it is ready for signals
     command = [sys.executable, "-c", PROGRAM, *arguments]
     with subprocess.Popen(command, cwd=ROOT, stdout=-1, text=True) as process:
         assert process.stdout.readline() == "ready\n"

@@ -27,7 +27,7 @@ Life = tuple[int, int, str, int | None] | OSError
 
 @pytest.fixture
 def supervise(job, monkeypatch):
-    """Run a supervisor over these attempts; return (exit status, number of attempts)."""
+    # returns (exit status, number of attempts)
     job.resilience.backoff_s = 0.0
     job.checkpoints.mkdir()
 
@@ -111,7 +111,8 @@ def test_a_full_disk_below_its_log_does_not_end_the_supervisor(supervise, monkey
 
 
 def test_long_attempts_for_the_same_reason_do_not_end_it(supervise, job):
-    job.resilience.same_reason_hours = 0.0  # every attempt is a long one
+    # every attempt is a long one
+    job.resilience.same_reason_hours = 0.0
     assert supervise(*LIMIT, END) == (DONE, 4)
 
 
@@ -121,7 +122,7 @@ def test_long_attempts_for_the_same_reason_do_not_end_it(supervise, job):
 )
 def test_a_stop_that_saved_nothing_is_no_85(supervise, monkeypatch, code, status):
     def run_attempt(self, checkpoint_step):
-        self.stop.asked = "SIGTERM"
+        self.stop.request = "SIGTERM"
         return Ended(code, 7, "asked meanwhile")
 
     monkeypatch.setattr(Supervisor, "run_attempt", run_attempt)
@@ -138,20 +139,20 @@ def test_policies_after_a_refused_step(supervise, job, policy, starts):
 
 @pytest.fixture
 def healthy(monkeypatch):
-    """Set pre-flight's answers: bad nodes, and the exchanges' problems, in turn."""
+    # pre-flight's answers: bad nodes, and the exchanges' problems, in turn
     answers = SimpleNamespace(bad={}, problems=[])
 
-    def exchange_problem(nodes, *_):
+    def find_exchange_problem(nodes, *_):
         problem = answers.problems.pop(0) if answers.problems else ""
         if isinstance(problem, Exception):
             raise problem
         return problem
 
     monkeypatch.setattr(
-        "train.supervise.supervisor.healthy_nodes",
+        "train.supervise.supervisor.check_nodes",
         lambda names, arguments: ([name for name in names if name not in answers.bad], answers.bad),
     )
-    monkeypatch.setattr("train.supervise.supervisor.exchange_problem", exchange_problem)
+    monkeypatch.setattr("train.supervise.supervisor.find_exchange_problem", find_exchange_problem)
     return answers
 
 
