@@ -120,9 +120,7 @@ class LaneformerTrainer(torchtitan.train.Trainer):
                 super().train()
             except BadStep as problem:
                 self.checkpointer.finish()  # a save under way is of an earlier, clean step
-                self.bad_steps.leave_out_last(
-                    problem, self.step, self.started_at, self.checkpointer.folder
-                )
+                self.bad_steps.leave_out_last(problem, self.step, self.started_at)
                 self._end(BAD_STEP, str(problem))
             if self.step < self.job_config.training.steps and self.stopping:
                 self._end(
