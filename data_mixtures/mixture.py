@@ -1,7 +1,7 @@
 """A mixture: a lock file that pins data, weights and seed, and the batches that follow from it.
 
-Sequence g is f(lock, manifests, seed, g); `order` says how g becomes a window. A run's loader state is
-the number of sequences consumed and the lock's fingerprint.
+Sequence g is f(lock, manifests, seed, g); `order` says how g becomes a window. What a run keeps of its
+place in it is train.data.LoaderState.
 """
 
 from __future__ import annotations
