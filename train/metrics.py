@@ -6,7 +6,6 @@ One row per logged step; a validation extends its row. TensorBoard and wandb get
 from __future__ import annotations
 
 import json
-import math
 import time
 from collections import deque
 from collections.abc import Callable
@@ -28,9 +27,7 @@ from records.usage import RECENT, cost, duration, gpu_hours, money, seconds_left
 
 from .checkpoint_saves import CheckpointTimes
 from .data import MixtureLoader
-from .guard import RunningZ
 
-Z_WINDOW = 128  # logged steps
 # what TensorBoard and wandb get of a row beyond TorchTitan's own
 SCALARS = [
     "loss_z",
@@ -92,13 +89,12 @@ class RunMetrics(MetricsProcessor):
         self.last_logged_tokens = 0
         self.disk_full = False
         self.row: dict[str, Any] = {}  # the last one written
-        self.loss_z, self.grad_norm_z = RunningZ(Z_WINDOW), RunningZ(Z_WINDOW)
         # tokens per second and device of the last rows
         self.rates: deque[float] = deque(maxlen=RECENT)
         self.began, self.gpu_hours_before = time.time(), 0.0
 
     def begin_attempt(self, attempt: int, step: int, tokens: int, tokens_before: int) -> None:
-        """Start logging after `step`, with z-scores, speed and GPU-hours as the run's files have them.
+        """Start logging after `step`, with speed and GPU-hours as the run's files have them.
 
         Args:
             tokens: what this phase was trained on by then.
@@ -114,11 +110,9 @@ class RunMetrics(MetricsProcessor):
             self.began = spans.pop().began  # this one: the supervisor has announced it
         self.gpu_hours_before = gpu_hours(spans)
         by_step = {row["step"]: row for row in rows if row["step"] <= step}
-        for row in [by_step[step] for step in sorted(by_step)][-Z_WINDOW:]:
+        for _, row in sorted(by_step.items()):
             if row.get("tokens_per_s_per_device"):
                 self.rates.append(row["tokens_per_s_per_device"])
-            for z, key in ((self.loss_z, "loss"), (self.grad_norm_z, "grad_norm")):
-                z.add(math.nan if row.get(key) is None else row[key])
 
     def should_log(self, step: int) -> bool:
         """Also the last step, whose checkpoint is the one that is used."""
@@ -130,6 +124,7 @@ class RunMetrics(MetricsProcessor):
         loss: float,
         max_loss: float,
         grad_norm: float,
+        z_scores: dict[str, float],
         lr: float,
         loss_sums: torch.Tensor,
         loader: MixtureLoader,
@@ -139,6 +134,7 @@ class RunMetrics(MetricsProcessor):
         """Log one step; every rank calls it.
 
         Args:
+            z_scores: of `Guard.check`, over its window of all steps.
             loss_sums: of `loss_sums_by_source`.
             diagnostics: of `Diagnostics.gather`.
         """
@@ -157,11 +153,10 @@ class RunMetrics(MetricsProcessor):
             "attempt": self.attempt,
             "loss": loss,
             "max_loss": max_loss,
-            "loss_z": self.loss_z.score(loss),
+            **z_scores,
             "loss_by_source": loss_by_source,
             "lr": lr,
             "grad_norm": grad_norm,
-            "grad_norm_z": self.grad_norm_z.score(grad_norm),
             "tokens": tokens,
             "tokens_total": self.tokens_before + tokens,
             "tokens_by_source": loader.tokens_per_source(),
@@ -174,8 +169,6 @@ class RunMetrics(MetricsProcessor):
             **self._progress(step, throughput["tokens_per_s_per_device"]),
             "time": time.time(),
         }
-        self.loss_z.add(loss)
-        self.grad_norm_z.add(grad_norm)
         self.last_logged_tokens = tokens
         self._log_row(row)
         self._append(row)

@@ -176,7 +176,7 @@ class LaneformerTrainer(torchtitan.train.Trainer):
                     part, share, norm, stop_asked(self.run), self.parallel_dims.tp
                 )
                 try:
-                    self.guard.check(loss, grad_norm)
+                    z_scores = self.guard.check(loss, grad_norm)
                     break
                 except BadStep as problem:
                     # nothing has moved: the batch after it takes its place
@@ -193,6 +193,7 @@ class LaneformerTrainer(torchtitan.train.Trainer):
                     loss,
                     max_loss,
                     grad_norm,
+                    z_scores,
                     lr,
                     sums_by_source,
                     self.dataloader,

@@ -45,6 +45,8 @@ def logged_run(phase1, shared):
         "3600",
         "--metrics.currency",
         "EUR",
+        "--resilience.spike_window",
+        "4",
     )
     return shared("logged_run", lambda folder: train_logged(folder / "seen", phase1, *job)) / "seen"
 
