@@ -1,8 +1,9 @@
 """Batches for the trainer: a slice of the mixture's global order, read ahead by torchdata.
 
-An attempt continues after step `start` at `position`: its step s takes the G positions from position + (s - 1 - start) G
-on, G its global batch; a position is a sequence of the global order that is not skipped. Ranks, accumulation and readers
-change who reads a sequence, never which sequences a step has. The state is LoaderState, the same on every rank.
+An attempt that continues after step `start` at `position` gives its step s the G positions from
+position + (s - 1 - start) G on, G its global batch; a position is a sequence of the global order that is not
+skipped. Ranks, accumulation and readers change who reads a sequence, never which sequences a step has. The state
+is LoaderState, the same on every rank.
 """
 
 from __future__ import annotations

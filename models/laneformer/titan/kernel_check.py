@@ -38,7 +38,8 @@ Prepare = Callable[[Any, JobConfig], None]
 def with_working_kernels(model: Any, job: JobConfig, prepare: Prepare) -> Any:
     """Return the (meta) model, or one of plain layers where its kernels fail on this machine.
 
-    `fallback` of the result has the reason, as has a warning; such layers are not compiled either. Raises what the plain layer raises.
+    `fallback` of the result has the reason, as has a warning; such layers are not compiled either.
+    Raises what the plain layer raises.
 
     Args:
         prepare: `checkpoint_and_compile`, what the job does to a model's layers.
