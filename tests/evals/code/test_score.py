@@ -76,7 +76,9 @@ def scores_of(judge: Judge, solutions: Mapping[int, Sequence[str]]) -> Verdicts:
     for each in judge.dataset.problems:
         texts = solutions.get(int(each["task_id"].partition("/")[2]), [reference(each)])
         rows += [{"task_id": each["task_id"], "solution": text} for text in texts]
-    return judge.evaluate(rows, "samples")
+    scored = judge.evaluate(rows, "samples")
+    assert not any("base" in row for row in rows), "the rows are the caller's"
+    return scored
 
 
 @needs_sandbox
