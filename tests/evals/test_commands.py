@@ -109,6 +109,9 @@ def test_arguments_of_a_checkpoint():
     given, about = ["--dataset", "d", "--results", "r s/20"], ["--out", "o", "--step", "20"]
     assert words == ["hf", *given, *about, "--phase", "phase1"]
     assert kind.arguments(Path("hf"), [], About(), "cuda") == ["hf", "--device", "cuda"]
+    # the command's own
+    for own in (["--device", "cpu"], ["--device=cpu"]):
+        assert kind.arguments(Path("hf"), own, About(), "cuda") == ["hf", *own]
 
 
 REFUSED = {  # a command: why
