@@ -38,7 +38,7 @@ def compare(a: Path, b: Path) -> JsonObject:
     """
     (head_a, lines_a), (head_b, lines_b) = read_items(a), read_items(b)
     kind = head_a.get("kind")
-    shared = ("kind", "protocol", "data_sha256", *SETTINGS.get(kind, ()))
+    shared = ("kind", "protocol", "data_sha256", *SETTINGS.get(str(kind), ()))
     other = [key for key in dict.fromkeys(shared) if head_a.get(key) != head_b.get(key)]
     if other:
         reasons = "; ".join(f"{key} {head_a.get(key)} and {head_b.get(key)}" for key in other)
