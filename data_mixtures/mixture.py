@@ -1,7 +1,7 @@
 """The training data of a run: a lock file pins sources, weights and seed, and fixes every sequence.
 
-Sequence g is a pure function of (lock, manifests, g); `order` says how g becomes a window. So a
-loader's state is the number of sequences consumed and the lock's fingerprint.
+Sequence g is f(lock, manifests, seed, g); `order` says how g becomes a window. What a run keeps of its
+place in it is train.data.LoaderState.
 """
 
 from __future__ import annotations

@@ -187,7 +187,7 @@ class Filter:
 
 @dataclass(frozen=True, config=_CONFIG)
 class Dedup:
-    """[dedup]: near copies of documents, over all sources."""
+    """[dedup]: near copies of documents, over all sources. A source's exact duplicates are always dropped."""
 
     minhash: Switch = False
     """Drop documents of which a near copy stands before, in the recipe's order, or is held out"""

@@ -22,20 +22,11 @@ import tyro
 from evals.core.evaluate import compare_core
 from evals.tables import show_table
 from records.command import run_command
+from records.evals import SETTINGS
 from records.files import JsonObject, read_lines
 from records.items import Pair, bits_change, compare_pairs, error_of_mean, read_items
 from records.run import places_of
 
-# two files that differ in one of these asked other things, or in another way
-SHARED = (
-    "kind",
-    "protocol",
-    "limit",
-    "num_fewshot",
-    "chat_template",
-    "haystack",
-    "data_sha256",
-)
 COLUMNS = ("task", "n", "a", "b", "b - a", "only a right", "only b right", "gold bits/byte")
 
 
@@ -46,7 +37,9 @@ def compare(a: Path, b: Path) -> JsonObject:
         ValueError: the files are not about the same items.
     """
     (head_a, lines_a), (head_b, lines_b) = read_items(a), read_items(b)
-    other = [key for key in SHARED if head_a.get(key) != head_b.get(key)]
+    kind = head_a.get("kind")
+    shared = ("kind", "protocol", "data_sha256", *SETTINGS.get(str(kind), ()))
+    other = [key for key in dict.fromkeys(shared) if head_a.get(key) != head_b.get(key)]
     if other:
         reasons = "; ".join(f"{key} {head_a.get(key)} and {head_b.get(key)}" for key in other)
         raise ValueError(f"{a} and {b} were not asked the same: {reasons}")
@@ -54,7 +47,6 @@ def compare(a: Path, b: Path) -> JsonObject:
         raise ValueError(
             f"{a} holds {len(lines_a)} items and {b} {len(lines_b)}, which are not the same ones"
         )
-    kind = head_a.get("kind")
     pairs: dict[str, list[Pair]] = {}
     # null: the task scores no answer as right or wrong
     for (task, item), line in lines_a.items():

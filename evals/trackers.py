@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from records.evals import with_current_names
+from records.evals import settings_words
 from records.files import JsonObject, read_json, write_atomically
 from records.job import JobSections
 from records.run import name_wandb_run, number, numbers_in
@@ -28,23 +28,6 @@ FIGURES = {
     "lm_eval": r"tasks/.+|ruler/.+",
     "decode_speed": r"tokens_per_s|percent_of_probe|prefill_tokens_per_s|ttft_s",
 }
-# records that differ in one of these belong to different curves, so their values are part of the name
-SETTINGS = {
-    "core": ("not_core", "protocol", "limit"),
-    "bits_per_byte": ("limit",),
-    "code": (
-        "dataset",
-        "protocol",
-        "prompt",
-        "problems",
-        "n",
-        "temperature",
-        "top_p",
-        "max_new_tokens",
-    ),
-    "lm_eval": ("num_fewshot", "limit", "add_bos", "chat_template", "haystack"),
-    "decode_speed": ("device", "dtype"),
-}
 
 
 # records of checkpoints with their places in evals.jsonl
@@ -53,14 +36,10 @@ Numbered = Sequence[tuple[int, JsonObject]]
 
 def name_figures(record: JsonObject) -> dict[str, float]:
     """Name the figures of a record by kind, settings and path: core/nanochat/limit-500/core_v1."""
-    record, kind = with_current_names(record), str(record.get("kind"))
-    settings = [(key, record.get(key)) for key in SETTINGS.get(kind, ())]
-    # a setting that is text stands for itself, another is NAME-VALUE, null is left out
-    words = [v if isinstance(v, str) else f"{key}-{v}" for key, v in settings if v is not None]
-    figures = {}
+    kind, figures = str(record.get("kind")), {}
     for path, value in itertools.chain(*itertools.starmap(numbers_in, record.items())):
         if re.fullmatch(FIGURES.get(kind, ""), path):
-            name = "/".join([kind, *words, path]).replace("+", "_plus")
+            name = "/".join([kind, *settings_words(record), path]).replace("+", "_plus")
             # TensorBoard would rewrite other characters
             figures[re.sub(r"[^-./\w]+", "_", name)] = value
     return figures

@@ -6,7 +6,7 @@
 Every complete checkpoint that `[evals]` selects is exported as a Hugging Face folder, on which each of its
 commands runs. The records in RUN/evals.jsonl are the only state: a restarted watcher continues where they end, and
 wandb and TensorBoard get the same figures if `[metrics]` enables them. A command that fails keeps its finished work
-and is tried again after growing pauses.
+and is tried again after growing pauses while the run trains, but not once it is done.
 
 Exit status: 0 once the run is done and everything is evaluated; 1 if an evaluation failed (its log is in
 RUN/logs/evals, the next start retries it) or `[evals]` cannot run; 85 when asked to stop.

@@ -20,7 +20,7 @@ import tyro
 
 from records.command import run_command
 from records.files import JsonObject, append_line, code_version
-from records.job import read_sections
+from records.job import option_value, read_sections
 
 FIELDS = read_sections(Path(__file__).with_suffix(".toml"))  # by kind: fields and their meaning
 PROVENANCE = FIELDS.pop("every")  # of every record
@@ -28,6 +28,24 @@ BEGAN = time.perf_counter()  # every evaluation is a process of its own
 NO_MODEL = dict.fromkeys(("tokenizer_sha256", "model_sha256", "backend", "device", "dtype"))
 # {field of an older record: its name today}
 OLD_FIELDS = {"max_per_task": "limit"}
+# by kind: records that differ in one of these asked other things, or in another way. They stand on other curves,
+# on the dashboard as in a tracker, and their items are not compared
+SETTINGS = {
+    "core": ("not_core", "protocol", "limit"),
+    "bits_per_byte": ("limit",),
+    "code": (
+        "dataset",
+        "protocol",
+        "prompt",
+        "problems",
+        "n",
+        "temperature",
+        "top_p",
+        "max_new_tokens",
+    ),
+    "lm_eval": ("num_fewshot", "limit", "add_bos", "chat_template", "haystack"),
+    "decode_speed": ("device", "dtype"),
+}
 
 
 def optional(metavar: str, default: str) -> Any:
@@ -164,14 +182,15 @@ class EvalCommand:
         self, folder: Path, options: Sequence[str], about: About, device: str
     ) -> list[str]:
         """Arguments that evaluate a model folder. `{step}` in an option is replaced; device
-        "auto" is left out.
+        "auto" is left out, and so is any where the options name one.
         """
+        own_device = option_value("--device", options) is not None
         chosen = [option.replace("{step}", str(about.step)) for option in options]
         return [
             str(folder),
             *chosen,
             *about.flags(),
-            *(["--device", device] if device != "auto" else []),
+            *([] if own_device or device == "auto" else ["--device", device]),
         ]
 
     def check(self, options: Sequence[str]) -> None:
@@ -200,6 +219,13 @@ class EvalCommand:
 def with_current_names(record: JsonObject) -> JsonObject:
     """Rename the fields of an older record to those of today."""
     return {OLD_FIELDS.get(name, name): value for name, value in record.items()}
+
+
+def settings_words(record: JsonObject) -> list[str]:
+    """Describe the SETTINGS of a record: text as it is, another value as NAME-VALUE, null not at all."""
+    asked = with_current_names(record)
+    named = [(name, asked.get(name)) for name in SETTINGS.get(str(asked.get("kind")), ())]
+    return [v if isinstance(v, str) else f"{name}-{v}" for name, v in named if v is not None]
 
 
 def flags_in(words: Sequence[str]) -> list[str]:

@@ -177,7 +177,7 @@ class Resilience:
     on_bad_step: Literal["stop", "rollback", "rollback_and_skip", "skip"] = "stop"
     """After a refused step: end the job, restart from the newest checkpoint, restart and skip the
     batch, or skip the batch at once, as nothing has moved, and restart (skipping) only after more
-    than max_skips of them
+    than max_skips of them. Restarts need `python -m train.supervise`; without it the job ends
     """
     max_skips: int = 3
     """Refused steps within spike_window steps that the policy `skip` skips; one more, and it goes back to the
@@ -310,12 +310,13 @@ class JobSections:
         return self.run / self.checkpoint.folder
 
 
-def stable_steps(schedule: LRScheduler, training_steps: int) -> tuple[int, int]:
+def stable_range(schedule: LRScheduler, training_steps: int) -> tuple[int, int]:
     """Return the first and last step whose checkpoint is after warmup and before decay."""
+    # with TorchTitan's caps: a warmup that is longer than all, a decay that would begin within it
     total = schedule.total_steps or training_steps
-    ratio = schedule.decay_ratio
-    warmup = schedule.warmup_steps
-    decay = total - warmup if ratio is None else round(total * ratio)
+    warmup = min(schedule.warmup_steps, total)
+    ratio = 1 if schedule.decay_ratio is None else schedule.decay_ratio
+    decay = min(round(total * ratio), total - warmup)
     return warmup + 1, min(total, total + 1 - decay)
 
 

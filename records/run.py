@@ -214,9 +214,14 @@ def read_run(folder: Path) -> Run:
         phase: sorted((row for row in rows if row["phase"] == phase), key=lambda row: row["step"])
         for phase in run.phases
     }
+    only = run.phases[0] if len(run.phases) == 1 else None
     for record in (*run.events, *run.evals):
+        # a command that was given no --phase
+        record["phase"] = record["phase"] or only
         phase = str(record["phase"])
         _place_record(record, by_phase.get(phase, []), steps_before.get(phase, 0.0))
+    # checkpoints may be evaluated out of order
+    run.evals.sort(key=lambda record: (record["x_step"] or 0, number(record["time"]) or 0))
     return run
 
 

@@ -23,6 +23,8 @@ class BadSteps:
 
     def __init__(self, run: Path, attempt: int, job_config: Any, loader: Any):
         self.run, self.attempt, self.loader = run, attempt, loader
+        # not the manager's own: without checkpoint.enable TorchTitan's has none
+        self.checkpoints = run / job_config.checkpoint.folder
         self.section, self.batch_size = job_config.resilience, job_config.training.global_batch_size
         # refused among the last spike_window steps
         self.steps: list[int] = []
@@ -54,15 +56,13 @@ class BadSteps:
             f"{reason}; sequences {windows} are skipped, {len(self.steps)} of {section.max_skips}"
         )
 
-    def leave_out_last(
-        self, problem: BadStep, step: int, started_at: int, checkpoints: str
-    ) -> None:
+    def leave_out_last(self, problem: BadStep, step: int, started_at: int) -> None:
         """Leave out the data that a rollback skips, but none that a checkpoint has seen."""
         if torch.distributed.get_rank() == 0 and self.section.on_bad_step in (
             "skip",
             "rollback_and_skip",
         ):
-            saved = max(started_at, newest_saved_step(Path(checkpoints)))
+            saved = max(started_at, newest_saved_step(self.checkpoints))
             windows = self._last_read(min(self.section.skip_steps, step - saved) * self.batch_size)
             leave_out(self.run, windows, f"step {step}: {problem}")
 

@@ -18,7 +18,7 @@ from torchtitan.tools.logging import logger
 from laneformer.config import LaneformerConfig
 from records import checkpoints
 from records.files import read_lines
-from records.job import LRScheduler, read_sections, stable_steps
+from records.job import LRScheduler, read_sections, stable_range
 
 
 class Contents:
@@ -143,7 +143,7 @@ def describe_decay(schedule: Any, training_steps: int) -> dict[str, Any]:
     """Return what the learning rate depends on after the warmup."""
     return {
         "total_steps": schedule.total_steps or training_steps,
-        "last_stable_step": stable_steps(schedule, training_steps)[1],
+        "last_stable_step": stable_range(schedule, training_steps)[1],
         "decay_type": schedule.decay_type,
         "min_lr_factor": schedule.min_lr_factor,
     }

@@ -1,4 +1,10 @@
-"""Load batches for the trainer: a slice of the mixture's global order, read ahead by torchdata."""
+"""Batches for the trainer: a slice of the mixture's global order, read ahead by torchdata.
+
+An attempt that continues after step `start` at `position` gives its step s the G positions from
+position + (s - 1 - start) G on, G its global batch; a position is a sequence of the global order that is not
+skipped. Ranks, accumulation and readers change who reads a sequence, never which sequences a step has. The state
+is LoaderState, the same on every rank.
+"""
 
 from __future__ import annotations
 

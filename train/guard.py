@@ -16,7 +16,7 @@ MIN_RELATIVE_DEVIATION = 1e-6
 
 
 class RunningZ:
-    """Robust z-score against the last `window` finite values."""
+    """Robust z-score against the last `window` values, which are finite."""
 
     def __init__(self, window: int):
         self.window = window
@@ -27,8 +27,6 @@ class RunningZ:
         # of a few values the spread is no estimate: the first steps of a job would be refused
         if len(self.values) < self.window / 4:
             return 0.0
-        if not math.isfinite(value):
-            return math.inf
         # unlike mean and standard deviation, the spike itself barely moves them
         centre = statistics.median(self.values)
         spread = NORMAL_SCALE * statistics.median(abs(v - centre) for v in self.values)
@@ -36,9 +34,7 @@ class RunningZ:
         return (value - centre) / spread
 
     def add(self, value: float) -> None:
-        """Add a value to the window; non-finite values are ignored."""
-        if math.isfinite(value):
-            self.values.append(value)
+        self.values.append(value)
 
 
 class BadStep(Exception):
@@ -52,16 +48,21 @@ class Guard:
         self.loss, self.grad_norm = RunningZ(section.spike_window), RunningZ(section.spike_window)
         self.max_loss_z, self.max_grad_norm_z = section.max_loss_z, section.max_grad_norm_z
 
-    def check(self, loss: float, grad_norm: float) -> None:
-        """Add a step to the statistics, or raise BadStep and leave them as they are."""
-        for name, value, running, limit in (
-            ("loss", loss, self.loss, self.max_loss_z),
-            ("gradient norm", grad_norm, self.grad_norm, self.max_grad_norm_z),
+    def check(self, loss: float, grad_norm: float) -> dict[str, float]:
+        """Add a step to the statistics, or raise BadStep and leave them as they are.
+
+        Returns:
+            The z-scores that were compared with the limits, by their names in metrics.jsonl.
+        """
+        scores = {}
+        for name, key, value, running, limit in (
+            ("loss", "loss_z", loss, self.loss, self.max_loss_z),
+            ("gradient norm", "grad_norm_z", grad_norm, self.grad_norm, self.max_grad_norm_z),
         ):
             # it would ruin the weights, and checkpoints of ruined weights push out the good ones
             if not math.isfinite(value):
                 raise BadStep(f"the {name} is {value}")
-            z = running.score(value)
+            z = scores[key] = running.score(value)
             if limit and z > limit:
                 raise BadStep(
                     f"the {name} is {value:.6g}, {z:.1f} deviations above the last steps (limit {limit})"
@@ -69,6 +70,7 @@ class Guard:
         # of accepted steps alone: refused values would widen the spread until spikes pass
         self.loss.add(loss)
         self.grad_norm.add(grad_norm)
+        return scores
 
     def state_dict(self) -> str:
         """Return JSON for the checkpoint, so that a restarted guard is not blind."""

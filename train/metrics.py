@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import time
 from collections import deque
 from collections.abc import Callable
@@ -25,10 +24,7 @@ from records.usage import RECENT, cost, duration, gpu_hours, money, seconds_left
 
 from .checkpoint_saves import CheckpointTimes
 from .data import MixtureLoader
-from .guard import RunningZ
 
-# logged steps that a z-score compares with
-Z_WINDOW = 128
 # what TensorBoard and wandb get of a row beyond TorchTitan's own
 SCALARS = [
     "loss_z",
@@ -89,15 +85,13 @@ class RunMetrics(MetricsProcessor):
         self.path = Path(job_config.job.dump_folder) / "metrics.jsonl"
         self.last_logged_tokens = 0
         self.disk_full = False
-        # the last one written, which a validation extends
-        self.row: dict[str, Any] = {}
-        self.loss_z, self.grad_norm_z = RunningZ(Z_WINDOW), RunningZ(Z_WINDOW)
+        self.row: dict[str, Any] = {}  # the last one written
         # tokens per second and device of the last rows
         self.rates: deque[float] = deque(maxlen=RECENT)
         self.began, self.gpu_hours_before = time.time(), 0.0
 
     def begin_attempt(self, attempt: int, step: int, tokens: int, tokens_before: int) -> None:
-        """Start logging after `step`, with z-scores, speed and GPU-hours as the run's files have them.
+        """Start logging after `step`, with speed and GPU-hours as the run's files have them.
 
         Args:
             tokens: what this phase was trained on by then.
@@ -115,11 +109,9 @@ class RunMetrics(MetricsProcessor):
         self.gpu_hours_before = gpu_hours(spans)
         # later rows replace those of the same step, which an earlier attempt wrote before its restart
         by_step = {row["step"]: row for row in rows if row["step"] <= step}
-        for row in [by_step[step] for step in sorted(by_step)][-Z_WINDOW:]:
+        for _, row in sorted(by_step.items()):
             if row.get("tokens_per_s_per_device"):
                 self.rates.append(row["tokens_per_s_per_device"])
-            for z, key in ((self.loss_z, "loss"), (self.grad_norm_z, "grad_norm")):
-                z.add(math.nan if row.get(key) is None else row[key])
 
     def should_log(self, step: int) -> bool:
         # the last step too, whose checkpoint is the one that is used
@@ -131,6 +123,7 @@ class RunMetrics(MetricsProcessor):
         loss: float,
         max_loss: float,
         grad_norm: float,
+        z_scores: dict[str, float],
         lr: float,
         loss_sums: torch.Tensor,
         loader: MixtureLoader,
@@ -140,7 +133,8 @@ class RunMetrics(MetricsProcessor):
         """Log one step; every rank calls it.
 
         Args:
-            loss_sums: of `sum_losses_by_source`.
+            z_scores: of `Guard.check`, over its window of all steps.
+            loss_sums: of `loss_sums_by_source`.
             diagnostics: of `Diagnostics.gather`.
         """
         # on every rank, since sums are exchanged; only rank 0 logs
@@ -158,11 +152,10 @@ class RunMetrics(MetricsProcessor):
             "attempt": self.attempt,
             "loss": loss,
             "max_loss": max_loss,
-            "loss_z": self.loss_z.score(loss),
+            **z_scores,
             "loss_by_source": loss_by_source,
             "lr": lr,
             "grad_norm": grad_norm,
-            "grad_norm_z": self.grad_norm_z.score(grad_norm),
             "tokens": tokens,
             "tokens_total": self.tokens_before + tokens,
             "tokens_by_source": loader.tokens_per_source(),
@@ -176,9 +169,6 @@ class RunMetrics(MetricsProcessor):
             **self._progress(step, throughput["tokens_per_s_per_device"]),
             "time": time.time(),
         }
-        # after the scores: a value is not compared with itself
-        self.loss_z.add(loss)
-        self.grad_norm_z.add(grad_norm)
         self.last_logged_tokens = tokens
         self._log_row(row)
         self._append(row)

@@ -120,11 +120,8 @@ class LaneformerTrainer(torchtitan.train.Trainer):
             try:
                 super().train()
             except BadStep as problem:
-                # a save under way is of an earlier, clean step: no data that it has seen may be left out
-                self.checkpointer.finish()
-                self.bad_steps.leave_out_last(
-                    problem, self.step, self.started_at, self.checkpointer.folder
-                )
+                self.checkpointer.finish()  # a save under way is of an earlier, clean step
+                self.bad_steps.leave_out_last(problem, self.step, self.started_at)
                 self._end(BAD_STEP, str(problem))
             if self.step < self.job_config.training.steps and self.stopping:
                 self._end(
@@ -181,7 +178,7 @@ class LaneformerTrainer(torchtitan.train.Trainer):
                     loss_part, share, norm, is_stop_requested(self.run), self.parallel_dims.tp
                 )
                 try:
-                    self.guard.check(loss, grad_norm)
+                    z_scores = self.guard.check(loss, grad_norm)
                     break
                 except BadStep as problem:
                     # nothing has moved: the next batch takes its place, unless this raises
@@ -198,6 +195,7 @@ class LaneformerTrainer(torchtitan.train.Trainer):
                     loss,
                     max_loss,
                     grad_norm,
+                    z_scores,
                     lr,
                     sums_by_source,
                     self.dataloader,

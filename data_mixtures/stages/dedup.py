@@ -2,7 +2,7 @@
 
 MinHash with datatrove's text normalisation, shingles and hash functions: two documents are near
 copies when all hashes of a bucket (a band) are equal. A document stays only if it comes first in all
-of its bands (docs/decisions/data-pipeline.md).
+of its bands (docs/decisions/data-pipeline.md). Off by default; `order` drops a source's exact duplicates.
 """
 
 from __future__ import annotations

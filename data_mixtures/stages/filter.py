@@ -1,8 +1,8 @@
 """filter: raw.parquet -> DIR/filter/<source>/unit-NNNNN/documents.parquet, the texts kept, with ids.
 
-A dropped document is counted under the first reason that holds: not_utf8, empty, too_short,
-too_long, not_kept (`keep`), contaminated (`decontaminate`), or the reason of a step (`quality`). The
-order is kept, and memory is bounded by a row group.
+A dropped document is counted under the first reason that holds: not_utf8, too_long, empty or too_short,
+those of the steps (`quality`) up to the last one that changes text, not_kept (`keep`), contaminated
+(`decontaminate`), those of the other steps. The order is kept, and memory is bounded by a row group.
 """
 
 from __future__ import annotations

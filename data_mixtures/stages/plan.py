@@ -45,9 +45,10 @@ def make(recipe: Recipe, out: Path, names: Iterable[str], mirror: str | None = N
     on_disk = [source for source in chosen if isinstance(source, LocalSource)]
     if recipe.corpus is not None and on_disk:
         _write_corpus(recipe.corpus, out / "corpus")
-    remote = [source for source in chosen if isinstance(source, HubSource)]
-    # a revision does not change, so hub plans are kept; local files are listed every time
-    new = [source for source in remote if before.get(source.name, {}).get("spec") != _spec(source)]
+    remote = [each for each in chosen if isinstance(each, HubSource)]
+    # an equal spec keeps its plan: a branch such as `main` stays at the commit that it was then. Local files are
+    # listed every time
+    new = [each for each in remote if before.get(each.name, {}).get("spec") != _spec(each)]
     planned = _plan_hub(hub.origin(mirror), new) if new else {}
     planned |= _plan_each(on_disk, lambda source: _local(source, local.roots(out, recipe.folder)))
     sources = {**before, **planned}

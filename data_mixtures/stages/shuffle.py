@@ -2,7 +2,8 @@
 
 Each run (of `tokenize` or `runs`) is sorted by (key, high, low), where key = xxh3(seed, low) and
 (high, low) are the halves of the text's 128-bit hash. The bytes depend on neither units, runs nor
-workers.
+workers. Texts that are equal within a source are dropped in `order`, always; near copies, and copies in
+other sources, are the stage `dedup`'s.
 """
 
 from __future__ import annotations

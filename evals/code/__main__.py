@@ -28,7 +28,7 @@ from evals.intervals import wilson
 from evals.items import Partial
 from evals.scorer import LOCAL, SourceFlags, load_tokenizer, open_scorer, origin
 from evals.tables import console
-from records.evals import NOWHERE, AboutFlags, EvalCommand, check_range, optional
+from records.evals import NOWHERE, SETTINGS, AboutFlags, EvalCommand, check_range, optional
 from records.files import JsonObject, file_sha256
 from records.items import FOLDER as ITEMS
 from records.items import write_items
@@ -166,9 +166,8 @@ def main(
     scores, lines = score_answers(judge, answers, chat, sampling.n)
     about_data = {"dataset": f"{data.name}+", "version": data.version, "evalplus": EVALPLUS}
     figures = {**about_data, **settings, **scores, "control": control, "sandbox": sandbox}
-    shared = ("dataset", "protocol", "prompt", "n", "temperature", "top_p")
-    protocol = {name: figures[name] for name in shared}
-    head = {"kind": "code", "step": about.step, **who, "protocol": protocol}
+    compared = {name: figures[name] for name in SETTINGS["code"]}
+    head = {"kind": "code", "step": about.step, **who, **compared}
     figures["items"] = write_items(about.out, head, lines)
     figures["results"] = f"{folder.parent.name}/{folder.name}" if results is None else str(results)
     return about.append("code", figures, **who)

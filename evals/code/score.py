@@ -132,7 +132,7 @@ class Judge:
         Returns:
             By task, for each sample: whether base tests pass, and base and plus tests.
         """
-        problems = self.dataset.by_task
+        problems, rows = self.dataset.by_task, [dict(row) for row in rows]
         keys = [(row, which) for row in rows for which in TESTS]
         checks = [(problems[row["task_id"]], which, row["solution"]) for row, which in keys]
         with tempfile.TemporaryDirectory(dir=self.folder, prefix=".work-") as work:

@@ -51,11 +51,11 @@ class PromptEncoder:
         self._longest = max(map(len, names), default=0)
         self._hidden = re.compile(self._mark + r"(\d{7})")
         self._template: ChatTemplate | None = None
-        self._missing = ""
+        self.missing = ""  # why there is no template
         try:
             self._template = ChatTemplate(tokenizer_config)
         except ValueError as error:
-            self._missing = str(error)
+            self.missing = str(error)
 
     def text(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Return the ids of a text, after what the tokenizer begins every text with."""
@@ -79,7 +79,7 @@ class PromptEncoder:
     ) -> str:
         """Return the conversation as text for `encode`; ChatError where the template refuses it."""
         if self._template is None:
-            raise ValueError(self._missing)
+            raise ValueError(self.missing)
         if continue_final:
             *messages, last = messages
             messages.append({**last, "content": f"{last['content']}{self._edge} "})
@@ -235,12 +235,12 @@ class ChatTemplate:
             raise ValueError(
                 f"the model has no default chat template (named ones: {sorted(templates)}); give plain text"
             )
-        environment, self._error = _environment()
+        environment, template_error = _environment()
         try:
             self._templates = {
                 name: environment.from_string(source) for name, source in templates.items()
             }
-        except self._error as error:
+        except template_error as error:
             raise ValueError(f"the model's chat template cannot be read: {error}") from None
         tokens = {
             name: value for name, value in tokenizer_config.items() if name.endswith("_token")
@@ -273,7 +273,7 @@ class ChatTemplate:
         json_values = json.loads(json.dumps(values))
         try:
             return self._templates[name].render(json_values)
-        except (self._error, TypeError) as error:
+        except Exception as error:  # whatever third-party code raises on a client's data
             raise ChatError(
                 "template", f"the model's chat template refuses the conversation: {error}"
             ) from None

@@ -112,6 +112,9 @@ def test_arguments_of_a_checkpoint():
     about = ["--out", "o", "--step", "20"]
     assert words == ["hf", *options_with_step, *about, "--phase", "phase1"]
     assert kind.arguments(Path("hf"), [], About(), "cuda") == ["hf", "--device", "cuda"]
+    # the command's own
+    for own in (["--device", "cpu"], ["--device=cpu"]):
+        assert kind.arguments(Path("hf"), own, About(), "cuda") == ["hf", *own]
 
 
 REFUSED = {  # a command: why

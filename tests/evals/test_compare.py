@@ -48,10 +48,14 @@ def test_other_items_are_refused(tmp_path):
         {"data_sha256": "cd"},
         {"protocol": "dclm"},
         {"limit": 5},
-        {"chat_template": True},
+        {"kind": "code"},
     ):
         with pytest.raises(ValueError, match=f"were not asked the same: {next(iter(head))} "):
             compare(a, write(tmp_path, [True], [1.0], **head))
+    for kind, key in (("lm_eval", "add_bos"), ("code", "problems")):
+        sides = [write(tmp_path, [True], [1.0], kind=kind, **{key: value}) for value in (1, 2)]
+        with pytest.raises(ValueError, match=f"were not asked the same: {key} 1 and 2"):
+            compare(*sides)
     with pytest.raises(ValueError, match="which are not the same ones"):
         compare(a, write(tmp_path, [True, False], [1.0, 1.0]))
     (tmp_path / "x").write_text("no")

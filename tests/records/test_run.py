@@ -218,7 +218,11 @@ def test_an_evaluation_stands_at_its_checkpoint_and_counts_once_in_two_folders(t
     places = [
         (record["x_step"], record["x_tokens"], record["x_time"]) for record in read_run(run).evals
     ]
-    assert places == [(14, 1400, 54.0), (3, None, 7.0)]
+    assert places == [(3, None, 7.0), (14, 1400, 54.0)]
+    # without a phase it is of the only one
+    write_lines(run / "phase2/evals.jsonl", [{"kind": "core", "step": 6, "time": 8.0}])
+    (record,) = (each for each in read_run(run).evals if each["step"] == 6)
+    assert (record["phase"], record["x_step"], record["x_tokens"]) == ("phase2", 16, 1600)
 
 
 def test_a_run_that_names_itself_as_its_parent_is_read_and_another_folder_refused(tmp_path):

@@ -44,6 +44,8 @@ def metrics_run(phase1, shared):
         "3600",
         "--metrics.currency",
         "EUR",
+        "--resilience.spike_window",
+        "4",
     )
     return (
         shared("metrics_run", lambda folder: train_logged(folder / "seen", phase1, *job)) / "seen"

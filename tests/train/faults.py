@@ -102,7 +102,7 @@ def commit(self: LaneformerTrainer) -> None:
         if self.checkpointer.save_future is not None:
             wait([self.checkpointer.save_future])
         resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-    saving = self.checkpointer.save_future
+    saving = getattr(self.checkpointer, "save_future", None)  # none without checkpoint.enable
     if saving is not None and any(fault["step"] == self.step for fault in read_json(PLAN)):
         # what kills in that save comes first, else this fault is lost with it
         wait([saving])

@@ -8,12 +8,27 @@ from typing import Any
 
 import pytest
 import tomli_w
+import torch
+from torchtitan.components.lr_scheduler import build_lr_schedulers
+from torchtitan.config import LRScheduler
 
+from records.job import stable_range
 from train.checkpoint_checks import check_schedule
 
 SCHEDULE = {"warmup_steps": 10, "decay_ratio": 0.2, "decay_type": "linear", "min_lr_factor": 0.1}
 # of 100 steps
 LAST_STABLE = 81
+
+
+@pytest.mark.parametrize("warmup", [0, 10, 100, 200])
+@pytest.mark.parametrize("ratio", [None, 0.0, 0.2, 0.5, 1.0])
+def test_the_stable_part_is_that_of_torchtitans_own_scheduler(warmup, ratio):
+    section = LRScheduler(warmup_steps=warmup, total_steps=150, decay_ratio=ratio)
+    optimizer = torch.optim.SGD([torch.zeros(1)])
+    rate = build_lr_schedulers([optimizer], section, 9).schedulers[0].lr_lambdas[0]
+    first, last = stable_range(section, 9)
+    stable = [step for step in range(1, 151) if step > warmup and rate(step - 1) == 1]
+    assert list(range(first, last + 1)) == stable
 
 
 def make_checkpoint(run: Path, step: int, steps: int = 100, **schedule: Any) -> Path:

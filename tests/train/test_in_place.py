@@ -64,8 +64,12 @@ def test_skipped_in_place_equals_skipped_from_the_start(phase1, tmp_path, capsys
 @pytest.mark.job
 @pytest.mark.parametrize(
     ("policy", "steps", "first", "last"),
-    [(SKIP, (4, 4, 5), 6, 7), (ROLL_BACK, (5,), 3, 5)],
-    ids=["the third of two that may be skipped", "a window of two steps"],
+    [
+        (SKIP, (4, 4, 5), 6, 7),
+        (ROLL_BACK, (5,), 3, 5),
+        ((*ROLL_BACK, "--checkpoint.no-enable"), (5,), 3, 5),
+    ],
+    ids=["the third of two that may be skipped", "a window of two steps", "without checkpoints"],
 )
 def test_a_roll_back_leaves_out_what_it_goes_back_over(
     phase1, tmp_path, policy, steps, first, last

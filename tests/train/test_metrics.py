@@ -18,7 +18,7 @@ from tests.records.lines import write_lines
 from tests.train.logged import EPSILON, GLOBAL_BATCH, STEPS, plain_loss
 from tests.train.runs import SEQ_LEN, SMALL, metrics
 from train.guard import RunningZ
-from train.metrics import Z_WINDOW, RunMetrics
+from train.metrics import RunMetrics
 
 
 @pytest.mark.job
@@ -43,10 +43,13 @@ def test_rows_hold_what_the_hardware_did(metrics_run):
     assert [r["step"] for r in rows] == [1, 2, 3, 4, 5, 6]
     for row in rows:
         assert 0.05 < row["memory_gib"] < 64
-        # a quarter of the window is not filled yet
-        assert row["loss_z"] == row["grad_norm_z"] == 0.0
         assert 0 <= row["data_s"] < row["seconds"]
     assert [r["checkpoint_s"] > 0 for r in rows] == [False, False, True, False, True, False]
+    for key in ("loss", "grad_norm"):
+        guards = RunningZ(4)  # resilience.spike_window
+        for row in rows:
+            assert row[f"{key}_z"] == guards.score(row[key])
+            guards.add(row[key])
     finished = {
         r["step"]: r["checkpoint_total_s"] for r in rows if r["checkpoint_total_s"] is not None
     }
@@ -109,7 +112,6 @@ def new_attempt(tmp_path, monkeypatch):
     # in an empty run folder, without TorchTitan's set-up
     metrics = object.__new__(RunMetrics)
     metrics.path, metrics.rates, metrics.began = tmp_path / "metrics.jsonl", deque(), 0.0
-    metrics.loss_z, metrics.grad_norm_z = RunningZ(Z_WINDOW), RunningZ(Z_WINDOW)
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
     return metrics
 
@@ -133,17 +135,16 @@ def test_gpu_hours_go_on_after_a_restart(new_attempt):
     assert list(new_attempt.rates) == [50.0]
 
 
-def test_z_scores_go_on_after_a_restart(new_attempt):
+def test_the_speed_goes_on_after_a_restart(new_attempt):
     # From the rows that led to the step where the attempt begins; those behind it are taken back.
-    steps = [(1, 1.0), (2, 2.0), (3, None), (4, 4.0), (2, 2.5), (3, 3.5), (4, 4.5)]
+    rates = [(1, 1.0), (2, 2.0), (3, None), (4, 4.0), (2, 2.5), (3, 3.5), (4, 4.5)]
     write_lines(
-        new_attempt.path, ({"step": step, "loss": loss, "grad_norm": 0.5} for step, loss in steps)
+        new_attempt.path, ({"step": step, "tokens_per_s_per_device": rate} for step, rate in rates)
     )
     with open(new_attempt.path, "a") as file:
         file.write('{"step": 5, "lo')
     new_attempt.begin_attempt(attempt=2, step=3, tokens=30, tokens_before=0)
-    assert list(new_attempt.loss_z.values) == [1.0, 2.5, 3.5]
-    assert list(new_attempt.grad_norm_z.values) == [0.5] * 3
+    assert list(new_attempt.rates) == [1.0, 2.5, 3.5]
     assert new_attempt.last_logged_tokens == 30
 
 

@@ -156,11 +156,12 @@ def figure(
             panels.append(panel._asdict())
     if not curves:
         return None
-    every = list(curves[0]["x"])
-    # an axis on which some point has no place is not offered; the last one is, at any rate
-    axes = [axis for axis in every if all(None not in line["x"][axis] for line in curves)] or every[
-        -1:
-    ]
+    places = {
+        axis: [place for each in curves for place in each["x"][axis]] for axis in curves[0]["x"]
+    }
+    axes = [axis for axis in places if any(place is not None for place in places[axis])]
+    # the first is shown: one on which every point has its place
+    axes = sorted(axes or [*places][-1:], key=lambda axis: None in places[axis])
     chart = {"panels": panels, "curves": curves, "axes": axes, "columns": columns, **more}
     return chart | (make_marks(run) if run else {})
 

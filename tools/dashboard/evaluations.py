@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from evals.core.tasks import NOT_CHOSEN
 from evals.intervals import Z95
-from records.evals import with_current_names
+from records.evals import settings_words
 from records.run import Record, Run, number
 from tools.dashboard.charts import (
     LOSS,
@@ -76,30 +76,17 @@ def read_interval(ends: Any) -> Interval | None:
     return (ends[0], ends[1]) if is_pair else None
 
 
-def describe_core_settings(record: Record) -> str:
-    """Describe what two CORE records must share to be on one curve."""
-    limit = with_current_names(record).get("limit")
-    items = f"{limit} items a task" if limit else "all items"
-    return ", ".join(str(part) for part in (record["protocol"], items, record["not_core"]) if part)
-
-
-def group_core_records(run: Run) -> dict[str, list[Record]]:
-    """Return the CORE records by settings, the newest of each checkpoint."""
+def group_records(run: Run, kind: str) -> dict[str, list[Record]]:
+    """Return the records of a kind by settings, the newest of each checkpoint."""
     groups: dict[str, dict[str, Record]] = {}
-    for record in run.evals_of("core"):
-        if isinstance(record["tasks"], dict):
-            # a repeated evaluation replaces the one before
-            groups.setdefault(describe_core_settings(record), {})[name_checkpoint(record)] = record
+    for record in run.evals_of(kind):
+        settings = ", ".join(settings_words(record))
+        groups.setdefault(settings, {})[name_checkpoint(record)] = record
     return {settings: list(records.values()) for settings, records in groups.items()}
 
 
 def make_core_tile(run: Run) -> Tile:
-    records = [
-        record
-        for group in group_core_records(run).values()
-        for record, _ in select_points(group, "core_v2")
-    ]
-    last = [Record(), *records][-1]
+    last = [(Record(), None), *select_points(run.evals_of("core"), "core_v2")][-1][0]
     note = f"± {format_figure(last['core_v2_se'], '.4f')}, v2; {escape(name_checkpoint(last))}"
     return "CORE", format_figure(last["core_v2"], ".4f"), note
 
@@ -107,7 +94,7 @@ def make_core_tile(run: Run) -> Tile:
 def write_core_card(run: Run) -> str:
     """Write CORE above loss and learning rate, and the newest one among published values."""
     curves, rows = list[Json](), list[tuple[float, list[str]]]()
-    for index, (settings, records) in enumerate(group_core_records(run).items()):
+    for index, (settings, records) in enumerate(group_records(run, "core").items()):
         if points := select_points(records, "core_v2"):
             ends = [around(value, record["core_v2_se"]) for record, value in points]
             look: Json = {"symbol": "circle", "dash": DASHES[index % len(DASHES)]}
@@ -145,10 +132,18 @@ def write_core_card(run: Run) -> str:
 
 
 def write_tasks_card(run: Run) -> str:
-    groups = list(group_core_records(run).values())
-    if not groups or not any(record["tasks"] for record in groups[-1]):
+    """Write the tasks of CORE over the checkpoints, and the newest record in full."""
+    groups = [
+        [record for record in records if isinstance(record["tasks"], dict)]
+        for records in group_records(run, "core").values()
+    ]
+    # the settings of the newest record
+    records = max(
+        filter(None, reversed(groups)), key=lambda each: each[-1]["x_step"] or 0, default=[]
+    )
+    if not any(record["tasks"] for record in records):
         return ""
-    records, last = groups[-1], groups[-1][-1]
+    last = records[-1]
     parts, levels = list[tuple[Panel, list[Json]]](), list[Json]()
     for task in dict.fromkeys(name for record in records for name in record["tasks"]):
         if points := select_points(records, "tasks", task, "accuracy"):
@@ -162,7 +157,7 @@ def write_tasks_card(run: Run) -> str:
     body = chart(content, f"tasks-{run.name}") if content else ""
     title = "Tasks of a toy bundle, not CORE" if last["not_core"] else "CORE by task"
     caption = (
-        f"{escape(name_checkpoint(last))}: {escape(describe_core_settings(last))}, seed {escape(str(last['seed']))}. "
+        f"{escape(', '.join([name_checkpoint(last), *settings_words(last)]))}, seed {escape(str(last['seed']))}. "
         "Accuracy with its interval of 95 %; dashed: guessing. Centered: 0 at guessing, 1 if all is right."
     )
     return card(title, body + write_task_table(last) + write_missing(last), caption)
@@ -205,16 +200,21 @@ def write_missing(record: Record) -> str:
 
 
 def write_bits_card(run: Run) -> str:
-    records = run.evals_of("bits_per_byte")
-    points = {
-        name: select_points(records, "sources", name, "bits_per_byte") for name in list_sources(run)
-    }
-    total = curve("all sources", select_points(records, "bits_per_byte"), NEUTRAL, symbol="circle")
-    panel = Panel(
+    """Bits per byte of held-out text by source."""
+    curves = list[Json]()
+    for settings, records in group_records(run, "bits_per_byte").items():
+        points = {
+            f"{name} {settings}".rstrip(): select_points(records, "sources", name, "bits_per_byte")
+            for name in list_sources(run)
+        }
+        whole = select_points(records, "bits_per_byte")
+        curves += series(points, symbol="circle")
+        curves.append(curve(f"all sources {settings}".rstrip(), whole, NEUTRAL, symbol="circle"))
+    of_text = Panel(
         "Bits per byte", "held-out text, lower is better", "", 260, ".4f", zero=False, log=True
     )
-    content = figure([(panel, [total, *series(points, symbol="circle")])])
-    return write_chart_card("Bits per byte", content, f"bits-{run.name}")
+    drawn = figure([(of_text, curves)])
+    return write_chart_card("Bits per byte", drawn, f"bits-{run.name}")
 
 
 class Score(NamedTuple):
@@ -231,22 +231,18 @@ class Score(NamedTuple):
 def list_scores(run: Run) -> Iterator[Score]:
     """List the scores of code and of lm-eval's tasks in the order of the run."""
     for record in run.evals_of("code"):
-        words = [record[key] for key in ("protocol", "temperature", "prompt")]
-        settings, ends = ", ".join(map(str, filter(None, words))), record["pass@1_plus_interval"]
-        value = number(record["pass@1_plus"])
-        yield Score("Code", str(record["dataset"]), settings, record, value, read_interval(ends))
+        how, value = ", ".join(settings_words(record)), number(record["pass@1_plus"])
+        yield Score(
+            "Code", "pass@1", how, record, value, read_interval(record["pass@1_plus_interval"])
+        )
     for record in run.evals_of("lm_eval"):
-        shots = "own shots" if record["num_fewshot"] is None else f"{record['num_fewshot']}-shot"
-        chat = "chat" if record["chat_template"] else ""
-        limit = "" if record["limit"] is None else f"limit {record['limit']}"
         for task, metrics in list_items(record["tasks"]):
-            # lm-eval names a metric with its filter: "acc,none"
-            values = {name.removesuffix(",none"): number(v) for name, v in list_items(metrics)}
-            preferred = [name for name in ("acc_norm", "acc") if values.get(name) is not None][:1]
-            for name in preferred or [name for name in values if not name.endswith("_stderr")]:
-                settings = ", ".join(filter(None, (name, shots, chat, limit)))
-                ends = around(values[name], values.get(f"{name}_stderr"))
-                yield Score("Questions", task, settings, record, values[name], ends)
+            known = {name.removesuffix(",none"): number(v) for name, v in list_items(metrics)}
+            preferred = [name for name in ("acc_norm", "acc") if known.get(name) is not None][:1]
+            for name in preferred or [name for name in known if not name.endswith("_stderr")]:
+                how = ", ".join([name, *settings_words(record)])
+                ends = around(known[name], known.get(f"{name}_stderr"))
+                yield Score("Questions", task, how, record, known[name], ends)
 
 
 def write_scores_card(run: Run) -> str:

@@ -116,14 +116,5 @@ def percent(share: Any, form: str = ".1f") -> str:
 
 
 def utc(seconds: Any) -> str:
-    figure = number(seconds)
-    return none() if figure is None else time.strftime("%Y-%m-%d %H:%M", time.gmtime(figure))
-
-
-def code(value: Any) -> str:
-    """Write a hash or path in monospace; long hexadecimal is cut."""
-    if value is None or value == "":
-        return none("not recorded")
-    text = str(value)
-    cut = text[:12] + "…" if len(text) > 24 and set(text) <= set("0123456789abcdef") else text
-    return f'<code title="{escape(text)}">{escape(cut)}</code>'
+    known = number(seconds)
+    return none() if known is None else time.strftime("%Y-%m-%d %H:%M", time.gmtime(known))

@@ -31,7 +31,7 @@ from records.checkpoints import (
 )
 from records.command import Count, check_ranges, refuse_unknown_options, run_command
 from records.files import append_line, read_lines
-from records.job import JobSections, read_job, stable_steps
+from records.job import JobSections, read_job, stable_range
 from tools.launch.script import ENDED, Cluster, batch_script, check_cluster, job_state, submit
 from tools.launch.snapshot import remove, resolve_job, take_snapshot
 
@@ -289,7 +289,7 @@ def decay_branch(checkpoint: Path, steps: int) -> Start:
     if not match:
         raise ValueError(f"{checkpoint} is not a checkpoint; pass RUN/checkpoint/step-N")
     at = int(match[1])
-    first, last = stable_steps(job.lr_scheduler, job.training.steps)
+    first, last = stable_range(job.lr_scheduler, job.training.steps)
     if not first <= at <= last:
         raise ValueError(
             f"step {at} of {run} is not in the stable part of its schedule, steps {first} to {last}; a decay starts at "

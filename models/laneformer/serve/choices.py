@@ -134,11 +134,12 @@ class Choices:
         # The engine reads a prompt once for all its choices that wait; more than decode side by
         # side would only fill the queue of others
         self._room = asyncio.Semaphore(scheduler.max_joined)
-        self._ready: Running | None = None  # the first request, until it is read
+        self._ready: dict[int, Running] = {}  # by choice: begun, and not read yet
 
     def begin(self) -> None:
         """Submit the first request, on the event loop; RequestError where the engine refuses it."""
-        self._ready = self._submit_scoring(0) or self._submit_generation(0)
+        if running := self._submit_scoring(0) or self._submit_generation(0):
+            self._ready[0] = running
 
     def cancel(self) -> None:
         """End everything that waits or runs; may be called again."""
@@ -239,7 +240,7 @@ class Choices:
         top = self.score_top
         if top is None or len(ids) < 2:
             return None
-        return self._submit(lambda batch: batch.scoring(ids, top=top))
+        return self._submit(choice, lambda batch: batch.scoring(ids, top=top))
 
     def _submit_generation(self, choice: int) -> Running | None:
         if self.options is None:
@@ -249,14 +250,12 @@ class Choices:
         seed = batch_seeds(self.options.seed, choice + 1)[choice]
         options = {**vars(self.options), "seed": seed, "masked": self.grammar is not None}
         prompt = self.prompts[choice // self.n]
-        return self._submit(lambda batch: batch.generation(prompt, **options), self.grammar)
+        return self._submit(choice, lambda batch: batch.generation(prompt, **options), self.grammar)
 
     def _submit(
-        self, make: Callable[[Batch], Request], grammar: AnswerGrammar | None = None
+        self, choice: int, make: Callable[[Batch], Request], grammar: AnswerGrammar | None = None
     ) -> Running:
-        if self._ready is not None:  # `begin` has submitted the first one
-            running = self._ready
-            self._ready = None
+        if running := self._ready.pop(choice, None):
             return running
         scheduler = self.context.scheduler
         try:

@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator, Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 
+from ..chat import ChatError
 from ..engine.channels import ANSWER, BEGIN, END, NEXT, AnswerReader, begins_reasoning
 from ..engine.text import TextStream
 from .bodies import RequestError
@@ -172,20 +173,20 @@ def continues_reasoning(request: ConversationRequest) -> bool:
 def prepare_prompt(
     request: ConversationRequest, context: ServingContext
 ) -> tuple[ToolUse, list[int]]:
+    """Return the tools of a request, and the ids of its prompt."""
+    prompts = context.prompts
+    if prompts.missing:
+        raise RequestError(prompts.missing, "messages")
     tools = context.tool_calling.select_tools(request)
-    messages = [message.to_template() for message in request.messages]
+    messages = tools.translate_messages([message.to_template() for message in request.messages])
     try:
-        rendered = context.prompts.render(
-            tools.translate_messages(messages),
+        rendered = prompts.render(
+            messages,
             tools=tools.template_tools,
             add_generation_prompt=request.add_generation_prompt,
             variables=request.chat_template_kwargs,
             continue_final=request.continue_final_message,
         )
-        ids = context.prompts.encode(context.check_length(rendered, "messages"))
-    except RequestError:
-        raise
-    except Exception as error:
-        # A template is third-party code, which may raise any exception on a client's data
+    except ChatError as error:
         raise RequestError(str(error), "messages") from None
-    return tools, ids
+    return tools, prompts.encode(context.check_length(rendered, "messages"))

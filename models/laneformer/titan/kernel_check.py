@@ -38,12 +38,12 @@ Prepare = Callable[[Any, JobConfig], None]
 def with_working_kernels(model: Any, job: JobConfig, prepare: Prepare) -> Any:
     """Return the (meta) model, or one of plain layers where its kernels fail on this machine.
 
-    `fallback` of the result has the reason, as has a warning. Raises what the plain layer raises.
+    `fallback` of the result has the reason, as has a warning; such layers are not compiled either.
+    Raises what the plain layer raises.
 
     Args:
         prepare: `checkpoint_and_compile`, what the job does to a model's layers.
     """
-    model.fallback = ""
     args, compiled = model.model_args, job.compile.enable and "model" in job.compile.components
     is_float8 = model.float8 is not None and not model.float8.emulate
     kernels = is_float8 or (args.attention, args.join_norm) != ("sdpa", "plain")
@@ -70,7 +70,6 @@ def with_working_kernels(model: Any, job: JobConfig, prepare: Prepare) -> Any:
         f"(on rank {failed_rank}); this job trains with plain layers instead, more slowly"
     )
     logger.warning(f"Kernels: {plain.fallback}")
-    job.compile.components = [part for part in job.compile.components if part != "model"]
     return plain
 
 

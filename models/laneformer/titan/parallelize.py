@@ -89,8 +89,13 @@ def meshes(parallel_dims: ParallelDims) -> tuple[DeviceMesh, DeviceMesh | None]:
     return axes["fsdp"], axes["tp"]
 
 
-def checkpoint_and_compile(model: Laneformer, job_config: JobConfig) -> None:
-    compile_model = job_config.compile.enable and "model" in job_config.compile.components
+def checkpoint_and_compile(model: TitanLaneformer, job_config: JobConfig) -> None:
+    # what has failed may be the compiler; the job itself stays as it was asked for and is recorded
+    compile_model = (
+        job_config.compile.enable
+        and "model" in job_config.compile.components
+        and not model.fallback
+    )
     checkpointing = job_config.activation_checkpoint
     if checkpointing.mode == "selective" and checkpointing.selective_ac_option == "op":
         apply_selective_checkpointing(model)
@@ -142,7 +147,7 @@ def apply_selective_checkpointing(model: Laneformer, saved_ops: frozenset[Any] =
 def shard_dimension(shape: torch.Size, degree: int) -> int:
     """Return the first dimension that `degree` divides; 0 when there is none."""
     # dimension 0 of a lane matrix is L = 8: on more than eight shards most ranks would own nothing.
-    # With 8 shards (HSDP, one node) it is one lane a GPU
+    # With 8 shards (HSDP, one node) each GPU stores one lane's part, and computes all lanes
     return next((dim for dim, size in enumerate(shape) if size % degree == 0), 0)
 
 

@@ -92,6 +92,7 @@ class TitanLaneformer(Laneformer):
     """The model with the constructor and `init_weights` of TorchTitan's ModelProtocol."""
 
     float8: Float8 | None = None  # set by its converter
+    fallback = ""  # why its kernels were replaced; set by kernel_check
 
     def __init__(self, model_args: LaneformerArgs):
         config = model_args.config

@@ -73,10 +73,12 @@ def judge_of(folder: Path, problems: Sequence[dict[str, Any]] = PROBLEMS, **opti
 def scores_of(judge: Judge, solutions: Mapping[int, Sequence[str]]) -> Verdicts:
     """Score solutions by problem number, and the reference solutions of other problems."""
     rows = []
-    for entry in judge.dataset.problems:
-        texts = solutions.get(int(entry["task_id"].partition("/")[2]), [reference(entry)])
-        rows += [{"task_id": entry["task_id"], "solution": text} for text in texts]
-    return judge.evaluate(rows, "samples")
+    for each in judge.dataset.problems:
+        texts = solutions.get(int(each["task_id"].partition("/")[2]), [reference(each)])
+        rows += [{"task_id": each["task_id"], "solution": text} for text in texts]
+    scored = judge.evaluate(rows, "samples")
+    assert not any("base" in row for row in rows), "the rows are the caller's"
+    return scored
 
 
 @needs_sandbox

@@ -1,14 +1,17 @@
 """Tests of /v1/chat/completions against the engine."""
 
+import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from laneformer.engine import Engine
+from laneformer.engine import Engine, GenerationOptions
 from laneformer.engine.options import CONVERSATION_SAMPLING, MAX_DRAFT_TOKENS, batch_seeds
-from laneformer.prompts import ChatTemplate
+from laneformer.prompts import ChatTemplate, PromptEncoder
+from laneformer.serve.choices import Choices
 from tests.laneformer.serve.conftest import in_process
 from tests.laneformer.serve.endpoint import (
     TALK,
@@ -142,6 +145,37 @@ def test_a_model_without_a_template_says_so(model_folder, tmp_path):
     with in_process(copy_with(model_folder, tmp_path, "tokenizer_config.json", "{}")) as client:
         assert "no default chat template" in conversations(client).refusal()["message"]
         assert completions(client).post(prompt="Hello", max_tokens=1)
+
+
+def test_what_a_template_raises_is_told_and_what_the_server_raises_is_not(
+    api, model_folder, tmp_path, monkeypatch
+):
+    config = json.dumps({"chat_template": "{{ 1 // (messages | length - 1) }}"})
+    with in_process(copy_with(model_folder, tmp_path, "tokenizer_config.json", config)) as client:
+        message = conversations(client).refusal(messages=TALK[:1])["message"]
+        assert message.endswith("refuses the conversation: integer division or modulo by zero")
+
+    def fail(*arguments: Any) -> list[int]:
+        raise KeyError("somebody's text")
+
+    monkeypatch.setattr(PromptEncoder, "encode", fail)
+    answer = api.ask()
+    assert (answer.status_code, "somebody" in answer.text) == (500, False)
+
+
+def test_each_choice_gets_its_own_request_whichever_is_followed_first():
+    batch = SimpleNamespace(generation=lambda prompt, seed, **options: seed)
+    scheduler = SimpleNamespace(
+        engine=SimpleNamespace(load_prefix=len),
+        max_joined=2,
+        batch=batch,
+        submit=lambda request, grammar, admitted: request,
+    )
+    options = GenerationOptions(seed=7)
+    choices = Choices(SimpleNamespace(scheduler=scheduler), [[1, 2]], 2, options, [])
+    choices.begin()
+    second, first = (choices._submit_generation(choice) for choice in (1, 0))
+    assert [first, second] == batch_seeds(7, 2)
 
 
 MAKERS = '{"do_sample": true, "temperature": 5.0, "top_k": 0}'

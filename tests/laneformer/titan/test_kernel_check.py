@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 
@@ -81,7 +83,11 @@ def test_a_wrong_kernel_is_replaced(monkeypatch, flags, wrong):
         model = check(job, join_norm="triton")
         assert bool(model.fallback) == bool(error), model.fallback
         assert model.model_args.join_norm == ("plain" if error else "triton")
-        assert job.compile.components == (["loss"] if error else ["model", "loss"])
+        prepared = copy.deepcopy(model)
+        checkpoint_and_compile(prepared, job)
+        compiled = prepared.layers[0]._compiled_call_impl is not None
+        assert compiled == (job.compile.enable and not error)
+        assert job.compile.components == ["model", "loss"], "the job is recorded as it was asked"
     assert {type(layer) for layer in model.layers} == {kernel_check.TitanLayer}
     assert {p.dtype for p in model.parameters()} == {torch.float32}, "the job's, not the check's"
     assert "model.join_norm = triton failed: layer 2 is off by" in model.fallback

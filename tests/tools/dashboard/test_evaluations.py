@@ -18,11 +18,13 @@ from tests.tools.dashboard.made_up_run import chart_of
 from tools.dashboard import evaluations
 from tools.dashboard.evaluations import (
     make_core_tile,
+    write_bits_card,
     write_core_card,
     write_missing,
     write_scores_card,
     write_tasks_card,
 )
+from tools.dashboard.header import write_tiles
 
 
 def records(folder: Path, kind: str) -> list[dict[str, Any]]:
@@ -56,9 +58,9 @@ def test_core_stands_with_its_interval_above_loss_and_learning_rate_and_among_pu
     run = run_with(
         folder, tmp_path / "run", {**last, "protocol": "dclm"}, {**last, "core_v2": 0.125}
     )
-    curves = [line for line in chart_of(write_core_card(run))["curves"] if line["panel"] == 0]
-    lengths = {line["name"]: len(line["y"]) for line in curves}
-    assert lengths == {"nanochat, 500 items a task": 6, "dclm, 500 items a task": 1}
+    curves = [each for each in chart_of(write_core_card(run))["curves"] if each["panel"] == 0]
+    lengths = {each["name"]: len(each["y"]) for each in curves}
+    assert lengths == {"nanochat, limit-500": 6, "dclm, limit-500": 1}
     assert curves[0]["y"][-1] == 0.125
 
 
@@ -116,20 +118,51 @@ def test_code_and_questions_are_curves_by_the_way_they_were_asked(folder):
     card = write_scores_card(run)
     chart = chart_of(card)
     assert [panel["title"] for panel in chart["panels"]] == ["Code", "Questions"]
-    assert [line["name"] for line in chart["curves"]] == [
-        "humaneval+ greedy, chat",
-        "mbpp+ sampled, 0.8, chat",
-        "arc_easy acc_norm, 0-shot",
-        "arc_challenge acc_norm, 0-shot",
+    assert [each["name"] for each in chart["curves"]] == [
+        "pass@1 humaneval+, greedy, chat, temperature-0.0",
+        "pass@1 mbpp+, sampled, chat, temperature-0.8",
+        "arc_easy acc_norm, num_fewshot-0, chat_template-False",
+        "arc_challenge acc_norm, num_fewshot-0, chat_template-False",
     ]
     assert chart["curves"][0]["y"] == pytest.approx([0.439 / 2, 0.439], rel=1e-5)
     assert "<td>43.9 % ± 7.5</td><td>phase2 step 30</td>" in card
     assert "<td>30.3 % ± 2.6</td>" in card
-    for record in run.evals:
+    for record in run.evals:  # never on one curve
         record["chat_template"] = record["phase"] == "phase2"
+        record["problems"] = 164 if record["phase"] == "phase2" else 9
     card = write_scores_card(run)
-    # scores with and without the chat template are never on one curve
-    assert card.count("acc_norm, 0-shot") == card.count("acc_norm, 0-shot, chat") + 2
+    for words in ("chat_template-True", "chat_template-False", "problems-164", "problems-9"):
+        assert card.count(words) == 2, words
+
+
+def test_the_newest_evaluation_is_that_of_the_highest_step_however_late_another_was_written(
+    folder, tmp_path
+):
+    other = {**records(folder, "core")[0], "protocol": "dclm"}
+    run = run_with(folder, tmp_path / "run", other)
+    lines = read_lines(tmp_path / "run/evals.jsonl")
+    write_lines(tmp_path / "run/evals.jsonl", lines[::-1])
+    backwards = read_run(tmp_path / "run")
+    for each in (run, backwards):
+        assert make_core_tile(each)[2].endswith("phase2 step 30")
+        assert "phase2 step 30, nanochat" in write_tasks_card(each)
+        assert "held-out text, phase2 step 30" in write_tiles(each)
+        for curve in chart_of(write_scores_card(each))["curves"]:
+            assert curve["x"]["steps"] == sorted(curve["x"]["steps"])
+
+
+def test_bits_of_a_part_of_the_windows_are_another_curve(folder, tmp_path):
+    run = run_with(folder, tmp_path / "run", {**records(folder, "bits_per_byte")[-1], "limit": 8})
+    lengths = {each["name"]: len(each["y"]) for each in chart_of(write_bits_card(run))["curves"]}
+    assert lengths["all sources"] == lengths["web"] == 6
+    assert lengths["all sources limit-8"] == lengths["web limit-8"] == 1
+
+
+def test_one_record_without_tokens_costs_no_axis(folder, tmp_path):
+    last = records(folder, "core")[-1]
+    unplaced = {**last, "step": 7, "tokens_total": None, "phase": "elsewhere", "time": None}
+    chart = chart_of(write_core_card(run_with(folder, tmp_path / "run", unplaced)))
+    assert chart["axes"] == ["steps", "tokens", "time"], "first one with a place for all"
 
 
 def test_contamination_counts_what_was_touched_and_says_so_where_nothing_was_searched(folder):

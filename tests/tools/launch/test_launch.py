@@ -17,7 +17,7 @@ import pytest
 
 from records.command import run_command
 from records.files import append_line, code_version, read_lines
-from records.job import LRScheduler, stable_steps
+from records.job import LRScheduler, stable_range
 from tests.tools.launch.launch_assets import (
     ROOT,
     commit,
@@ -285,9 +285,9 @@ def test_the_next_phase_needs_the_final_checkpoint(tmp_path):
 
 
 def test_a_decay_starts_in_the_stable_part(tmp_path):
-    assert stable_steps(LRScheduler(2, None, 0.25), 40) == (3, 31)
-    assert stable_steps(LRScheduler(2000, None, 0.1), 620_000) == (2001, 558_001)
-    assert stable_steps(LRScheduler(2, None, 0.0), 40) == (3, 40)
+    assert stable_range(LRScheduler(2, None, 0.25), 40) == (3, 31)
+    assert stable_range(LRScheduler(2000, None, 0.1), 620_000) == (2001, 558_001)
+    assert stable_range(LRScheduler(2, None, 0.0), 40) == (3, 40)
     parent = write_parent(tmp_path / "phase1")
     for name, message in (("step-40", "steps 3 to 31"), ("last", "RUN/checkpoint")):
         with pytest.raises(ValueError, match=message):
