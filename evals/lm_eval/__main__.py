@@ -62,9 +62,7 @@ class Questions:
     """What is asked, and how."""
 
     tasks: str
-    """comma-separated lm-eval task names or paths of task files (.yaml); `ruler` is
-    RULER's eleven synthetic tasks
-    """
+    """comma-separated lm-eval task names or task files (.yaml); `ruler`: RULER's eleven synthetic tasks"""
     lengths: str = "2048,4096"
     """comma-separated lengths of a RULER prompt with its answer, in tokens"""
     limit: Limit = None
