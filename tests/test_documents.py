@@ -298,14 +298,15 @@ def test_every_command_is_run_by_a_test(tmp_path):
 
 
 @pytest.mark.rotate
-def test_commands_of_the_engine_are_executed(tmp_path):
+def test_commands_of_the_engine_are_executed(tmp_path, monkeypatch):
+    monkeypatch.setenv("BROWSER", "true")
     model = str(write_model(tmp_path, max_position_embeddings=32768))
     places = {"~/.cache/laneformer-prefixes": str(tmp_path / "cache"), "8000": "0", "300m": "tiny"}
     for page in GUIDES:
-        for program, (command, *rest) in list_commands(page):
-            if program != "laneformer" or not rest:
+        for program, arguments in list_commands(page):
+            if program != "laneformer" or len(arguments) < 2:
                 continue
-            words = [places.get(word, word) for word in rest]
+            command, *words = (places.get(word, word) for word in arguments)
             if not words[0].startswith("-"):
                 words[0] = model
             run_engine_command(command, *words)
@@ -313,7 +314,8 @@ def test_commands_of_the_engine_are_executed(tmp_path):
 
 def run_engine_command(command: str, *words: str) -> None:
     if command == "serve":
-        server = launch("-m", "laneformer.cli", "serve", *words, "--port=0")
+        port = [] if "--port" in words else ["--port=0"]
+        server = launch("-m", "laneformer.cli", "serve", *words, *port)
         assert server.stop() == 0, server.output()
         return
     line = [sys.executable, "-m", "laneformer.cli", command, *words]
@@ -325,7 +327,8 @@ def run_engine_command(command: str, *words: str) -> None:
 def test_training_lines_are_executed(tmp_path):
     (readme,) = (code for _, code in code_blocks("../README.md") if "evals.bits_per_byte" in code)
     (exporting,) = (code for _, code in code_blocks("train.md") if "tools.import_hf" in code)
-    script = readme + exporting.splitlines()[1]
+    (python,) = (code for language, code in code_blocks("../README.md") if language == "python")
+    script = "\n".join([readme, exporting.splitlines()[1], "python - <<'END'", python, "END"])
     few = "--training.steps 3 --lr_scheduler.warmup_steps 1"
     parent = "--checkpoint.initial_load_path runs/debug_phase1/checkpoint/step-3"
     for long, short in {

@@ -66,7 +66,7 @@ class Questions:
     lengths: str = "2048,4096"
     """comma-separated lengths of a RULER prompt with its answer, in tokens"""
     limit: Limit = None
-    """most documents to score per task, and per length of a RULER task"""
+    """maximum number of documents to score per task, and per length of a RULER task"""
     num_fewshot: Annotated[int | None, optional("INT", "the task's own number")] = None
     """few-shot examples before each question"""
     data: Annotated[Path | None, optional("DIR", "the Hugging Face hub")] = None
