@@ -1,11 +1,8 @@
-"""`python -m data_mixtures COMMAND ...`: from text to shards, and what is in them.
+"""Prepare token shards from text, one stage at a time or all at once, and show what they contain.
 
-prepare RECIPE.toml --out DIR: all stages (`python -m data_mixtures.prepare` is the same)
-plan, fetch, filter, dedup, tokenize, runs, shuffle, manifest: one stage; in this order; each can be killed
-and restarted
-verify, stats: check and describe prepared data
-free --stage NAME: delete the files of a stage that the next stage has read, to save disk space
-show LOCK|RUN: what training reads, as text, and where it came from
+- `prepare` runs all stages, as `python -m data_mixtures.prepare` does.
+- `plan`, `fetch`, `filter`, `dedup`, `tokenize`, `runs`, `shuffle`, `manifest` are its stages, in this order; each
+  can be killed and run again.
 """
 
 from __future__ import annotations
@@ -70,7 +67,7 @@ def check_on_disk(arguments: Arguments, command: str) -> None:
 
 
 def one_stage(name: str, /, arguments: DataArguments, sources: Sources = "") -> None:
-    """One stage from text to shards."""
+    """Run this stage alone."""
     with open_run(arguments, sources) as context:
         pipeline.do(context, name)
 
@@ -89,7 +86,7 @@ def verify(arguments: DataArguments, sources: Sources = "") -> None:
 
 
 def stats(arguments: DataArguments, sources: Sources = "") -> None:
-    """Tables of what prepared data holds, and DIR/stats.json."""
+    """Print statistics of prepared data, and write DIR/stats.json."""
     check_on_disk(arguments, "stats")
     with open_run(arguments, sources) as context:
         statistics.write(context.out, context.sources, context.console, context.threads)

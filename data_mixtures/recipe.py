@@ -46,7 +46,7 @@ class Input:
     """Files of one kind, in `inputs` of a source."""
 
     kind: str
-    """text (a document each), jsonl (one JSON object with the text a line) or parquet (a row each).
+    """text (a document per file), jsonl (a JSON object per line) or parquet (a document per row).
     Text and JSON lines may be compressed (.gz, .zst, .bz2). resolved: Parquet with a column sha1,
     with contents from content_url
     """
@@ -61,9 +61,9 @@ class Input:
     exclude: tuple[str, ...] = ()
     """Patterns of paths to leave out, such as */drafts/*"""
     files: Positive | None = None
-    """Read so many files alone, in the order of a hash of their names: a sample that can be extended"""
+    """Read only this many files, in the order of a hash of their names; a larger number only adds files"""
     max_bytes: Positive | None = None
-    """Cap on the extracted text, in bytes (not of Parquet); one process then reads the input"""
+    """Limit of the extracted text, in bytes (not for Parquet); one process then reads the input"""
 
     content_url: str = ""
     """Of kind resolved: URL of a content, with {sha1} in it: https, or s3, which takes two requests for each
@@ -97,7 +97,7 @@ class Source:
     licence: str = ""
     """Terms of the text, as a note"""
     expected_tokens_b: Annotated[float, Strict()] | None = None
-    """Billions of tokens, as others counted them; for estimates before there is a count of our own"""
+    """Published number of tokens, in billions; for estimates before preparation"""
     valid_per_10000: HeldOut | None = None
     """Documents held out of training, out of 10,000; default: the recipe's. 0: none. Sources with the same
     figure hold out the same texts; one with a smaller figure trains on some that others hold out
@@ -105,7 +105,7 @@ class Source:
     steps: tuple[str | dict, ...] | None = None
     """Filters of this source in place of those of [filter]"""
     keep: PartAboveZero = 1.0
-    """Share of the documents to prepare: what the shuffle puts first, so a larger one adds to it"""
+    """Share of the documents to prepare; a larger one only adds documents"""
 
 
 @dataclass(frozen=True, config=_CONFIG)
@@ -131,21 +131,21 @@ class HubSource(Source):
     text_columns: tuple[str, ...] = ("text",)
     """Names that the column of text may have; exactly one of them must be in the files"""
     files: Positive | None = None
-    """As `files` of an input, of each folder"""
+    """As `files` of an input, for each folder"""
     gate: str = ""
     """How access is granted, as a note"""
 
 
 @dataclass(frozen=True, config=_CONFIG)
 class TokenizerFile:
-    """[tokenizer] with a path, or tokenizer = "PATH" for the path alone: a tokenizer that is there already."""
+    """[tokenizer] with a path, or tokenizer = "PATH" for the path alone: an existing tokenizer."""
 
     path: str
     """A Hugging Face tokenizer.json or a sentencepiece model"""
     bos: str | None = None
-    """Special token of a tokenizer.json that begins each document; default: what
-    tokenizer_config.json beside it says, or a well-known name such as <s>; if it names none but
-    `eos`, that one alone stands before each document
+    """Special token of a tokenizer.json that begins each document; default: that of the
+    tokenizer_config.json beside it, or a well-known name such as <s>; if only `eos` is known, it
+    precedes each document
     """
     eos: str | None = None
     """Special token of a tokenizer.json that ends each document; default: as for `bos`"""
@@ -160,7 +160,7 @@ class TokenizerTraining:
     train_bytes: Positive
     """Size of the sample"""
     character_coverage: Share = 0.9995
-    """Share of the sample's characters that become pieces; the others go through bytes"""
+    """Share of the sample's characters that become pieces; the others fall back to bytes"""
 
 
 @dataclass(frozen=True, config=_CONFIG)
@@ -168,9 +168,9 @@ class Filter:
     """[filter]: which documents are kept."""
 
     min_chars: Positive = 64
-    """Shortest document"""
+    """Minimum length of a document, in characters"""
     max_chars: Positive = 10_000_000
-    """Longest document"""
+    """Maximum length of a document, in characters"""
     steps: tuple[str | dict, ...] = ()
     """Filters of datatrove, in order: names, or { name = ..., argument = ... }. docs/data.md lists them"""
     repeated_ngrams: Switch = False
@@ -187,24 +187,23 @@ class Filter:
 
 @dataclass(frozen=True, config=_CONFIG)
 class Dedup:
-    """[dedup]: near copies of documents, over all sources. A source's exact duplicates are always dropped."""
+    """[dedup]: near duplicates, over all sources. A source's exact duplicates are always dropped."""
 
     minhash: Switch = False
-    """Drop documents of which a near copy stands before, in the recipe's order, or is held out"""
+    """Drop near duplicates of earlier documents, in the recipe's order, and of held-out ones"""
     contained_share: Share = 0.0
-    """Leave held-out documents out of validation when this share of their text, by runs of 13 words, stands in
-    training, such as 0.3; 0: none
+    """Drop held-out documents of which this share, by runs of 13 words, occurs in training text, such as 0.3; 0: none
     """
     n_grams: Positive = 5
-    """Words in a row that are compared"""
+    """Words per shingle"""
     buckets: Positive = 14
-    """Two documents are near copies when all hashes of one bucket, or band, are equal"""
+    """MinHash buckets (bands); documents are near duplicates if all hashes of one are equal"""
     hashes_per_bucket: Positive = 8
     """14 buckets of 8 find 65% of the documents that share 72% of their n-grams, 92% of 80%"""
     numbers: Switch = True
-    """Whether texts that differ in numbers alone differ; false takes most of generated arithmetic"""
+    """Whether texts that differ only in numbers are different; false drops most generated arithmetic"""
     language: str = ""
-    """Of datatrove's word tokenizers, for text without spaces, such as zh or ja; default: spaces"""
+    """Language of datatrove's word tokenizer, for text without spaces, such as zh; default: split at spaces"""
 
 
 @dataclass(frozen=True, kw_only=True, config=_CONFIG)
@@ -223,11 +222,11 @@ class Recipe:
     seq_len: Positive = 4096
     """Tokens of a training sequence"""
     packing: str = "concat"
-    """concat: documents in a row, cut every seq_len tokens. best_fit: documents whole in a window where they fit,
+    """concat: documents in a row, cut every seq_len tokens. best_fit: each document in one window if it fits,
     with padding, which is reported and never trained on
     """
     seed: Annotated[int, Strict(), Field(ge=0, le=2**63 - 1)] = 1
-    """Decides the order of documents"""
+    """Seed of the order of documents"""
     windows_per_shard: Positive = 32_768
     """Sequences of seq_len tokens in one shard file"""
     valid_per_10000: HeldOut = 100

@@ -185,7 +185,7 @@ def main(
 
     Args:
         data: directory written by `python -m data_mixtures.prepare`
-        limit: most held-out windows to score per source
+        limit: maximum number of held-out windows to score per source
     """
     check_range(1, limit=limit)
     rows, categories = load_windows(data, limit)

@@ -28,7 +28,17 @@ def main(
     lr: float = 2e-4,
     rank: int = 4,
 ) -> None:
-    """Train factors of `rank` for every lane of every matrix, merge them, and write the folder `out`."""
+    """Fine-tune LoRA factors of every lane of every matrix with PEFT, and merge them.
+
+    Args:
+        model: exported Hugging Face folder
+        conversations: JSON lines with messages
+        out: folder to write
+        steps: optimizer steps
+        batch: conversations per step
+        lr: learning rate
+        rank: rank of the factors, per lane
+    """
     lora = LoraConfig(
         r=rank,
         lora_alpha=2 * rank,

@@ -39,8 +39,15 @@ def main(
     batch: int = 8,
     lr: float = 2e-5,
 ) -> None:
-    """Train all weights and write the folder `out`; `batch` in conversations, longer ones than
-    the context are cut.
+    """Fine-tune all weights on conversations with TRL.
+
+    Args:
+        model: exported Hugging Face folder
+        conversations: JSON lines with messages
+        out: folder to write
+        steps: optimizer steps
+        batch: conversations per step; longer ones than the context are cut
+        lr: learning rate
     """
     save(train(model, conversations, out, steps, batch, lr), model, out)
 

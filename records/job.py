@@ -39,9 +39,7 @@ class Training:
     steps: int = 10_000
     """Optimizer steps of the whole job"""
     z_loss_weight: float = 0.0
-    """Weight of the squared log-denominator of the softmax, which keeps logits from drifting; 0: none. It
-    joins the gradients and not the logged loss
-    """
+    """Weight of the z-loss (squared log-sum-exp of the logits), in the gradients, not in the logged loss; 0: none"""
 
 
 @dataclass
@@ -53,9 +51,7 @@ class LRScheduler:
     total_steps: int | None = None
     """Length of the schedule in steps; default: training.steps"""
     decay_ratio: float | None = None
-    """Fraction of total_steps at the end in which the learning rate decays; default: all
-    steps after the warmup
-    """
+    """Fraction of total_steps, at their end, in which the learning rate decays; default: all after the warmup"""
 
 
 @dataclass
@@ -67,7 +63,7 @@ class Mixture:
     reader_threads: int = 2
     """Threads that read and cast batches ahead of the step"""
     begin_again: list[str] = field(default_factory=list)
-    """Sources with other text than those of the same name before, which start at their own beginning"""
+    """Sources read from their beginning, since their text is not that of the same name in the parent run"""
 
 
 @dataclass
@@ -87,12 +83,12 @@ class Model:
     hf_assets_path: str = "."
     """Unused: the tokenizer comes with [mixture], weights of a Hugging Face folder through tools.import_hf"""
     attention: Literal["auto", "sdpa", "flex"] = "auto"
-    """Attention kernel: sdpa, flex, auto (flex if compiled for a GPU, else sdpa); one that fails in a layer at the
-    start of the job is replaced by sdpa, with a warning
+    """Attention kernel: sdpa, flex, or auto (flex if compiled for a GPU, else sdpa).
+    A kernel that fails the check of one layer at the start of the job is replaced by sdpa, with a warning
     """
     join_norm: Literal["auto", "triton", "plain"] = "auto"
-    """Joins of partial outputs and the norms after them: triton (fused kernels), plain (what the compiler
-    makes of the model), or auto (triton on a GPU, else plain); checked in a layer at the start of the job
+    """Joins of partial outputs and the norms after them: triton (fused kernels), plain, or auto.
+    auto: triton on a GPU, else plain; checked on one layer at the start of the job
     """
     mask_documents: bool = False
     """Restrict attention to the token's own document within a packed sequence"""
@@ -100,7 +96,7 @@ class Model:
 
 @dataclass
 class MTP:
-    """Training of the head that drafts tokens, which architecture.num_nextn_predict_layers = 1 adds."""
+    """Training of the multi-token prediction head, which architecture.num_nextn_predict_layers = 1 adds."""
 
     steps: int = 1
     """Tokens after the next one that the head is trained to predict, each from its output for the last"""
@@ -109,7 +105,7 @@ class MTP:
     final_loss_weight: float = 0.1
     """The same in its last part"""
     lower_at: float = 0.67
-    """Share of lr_scheduler.total_steps after which final_loss_weight applies"""
+    """Fraction of lr_scheduler.total_steps after which final_loss_weight applies"""
     freeze_base: bool = False
     """Train the head alone: the model stays as initial_load_path has it, which need not have a head"""
 
@@ -133,26 +129,25 @@ class Checkpoint:
     load_step: int = -1
     """Step of the checkpoint to load; -1: the newest complete one"""
     initial_load_path: str | None = None
-    """Checkpoint folder (.../checkpoint/step-N) to start from if this run has none of its own: the phase
-    switch. Learning-rate schedule, optimizer settings and data order are this job's; with
-    initial_load_model_only = false the optimizer's moments are loaded too
+    """Checkpoint folder (.../checkpoint/step-N) to start from if this run has none of its own: the phase switch.
+    Learning-rate schedule, optimizer settings and data order are this job's.
+    With initial_load_model_only = false the optimizer's moments are loaded too
     """
     initial_load_all_states: bool = False
-    """Load everything from initial_load_path (step, data position, moments): a decay that branches off the
-    stable part of a run. The learning-rate schedule is this job's
+    """Load everything from initial_load_path (step, data position, moments), for a decay from the stable phase.
+    The learning-rate schedule is this job's
     """
     async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "disabled"
-    """What saves: the ranks themselves, while training waits; a thread of each (async); or a process of each,
-    which gets the state through /dev/shm (async_with_pinned_mem)
+    """Who writes a checkpoint: each rank while training waits (disabled), or its thread (async).
+    async_with_pinned_mem: a process of each rank, which gets the state through /dev/shm
     """
     last_save_model_only: bool = False
-    """Whether the last checkpoint omits the optimizer, so that no later phase can continue from its moments
-    """
+    """Whether the last checkpoint omits the optimizer, so that no later phase can continue from its moments"""
     allow_fresh_start: bool = False
     """Whether the job may start from random weights (phase 1); otherwise a missing checkpoint is an error"""
     allow_changes: list[Change] = field(default_factory=list)
     """Fields of the architecture that may differ from initial_load_path's, for a phase with longer sequences.
-    Any other difference is refused, and so is every difference when a run continues from its own checkpoints
+    Other differences are refused, and any difference from a run's own checkpoints
     """
 
 
@@ -161,9 +156,7 @@ class Resilience:
     """How failures are handled: read by the workers and by `python -m train.supervise`."""
 
     keep_every_steps: int = 0
-    """Checkpoints of multiples of this step are never deleted, besides the
-    newest checkpoint.keep_latest_k; 0: none
-    """
+    """Keep checkpoints at multiples of this step, besides the newest checkpoint.keep_latest_k; 0: none"""
     max_failed_saves: int = 3
     """Consecutive failed saves after which the job ends; those on a full disk do not count"""
     spike_window: int = 128
@@ -171,25 +164,21 @@ class Resilience:
     max_loss_z: float = 0.0
     """Robust z-score of the loss above which a step is refused; 0: only a non-finite loss is"""
     max_grad_norm_z: float = 0.0
-    """Robust z-score of the gradient norm before clipping above which a step is refused; 0: only
-    a non-finite one is
-    """
+    """Robust z-score of the gradient norm before clipping above which a step is refused; 0: only if not finite"""
     on_bad_step: Literal["stop", "rollback", "rollback_and_skip", "skip"] = "stop"
-    """After a refused step: end the job, restart from the newest checkpoint, restart and skip the
-    batch, or skip the batch at once, as nothing has moved, and restart (skipping) only after more
-    than max_skips of them. Restarts need `python -m train.supervise`; without it the job ends
+    """After a refused step: stop, roll back to the newest checkpoint, roll back and skip the batch, or skip.
+    skip: continue with the next batch, since the weights are unchanged; roll back after more than max_skips.
+    Rolling back takes `python -m train.supervise`; without it the job ends
     """
     max_skips: int = 3
-    """Refused steps within spike_window steps that the policy `skip` skips; one more, and it goes back to the
-    newest checkpoint: what is refused again and again is not the data's fault
-    """
+    """Refused steps within spike_window steps that on_bad_step = "skip" skips before it rolls back"""
     skip_steps: int = 1
-    """Steps of data that a roll-back skips, the refused one last; never data that the checkpoint has seen"""
+    """Steps of data that a rollback skips, the refused one last; never data that the checkpoint has seen"""
     skip_sequences: list[tuple[int, int]] = field(default_factory=list)
     """Ranges [first, last) of sequence numbers of the mixture that training skips"""
     hang_timeout_s: float = 600.0
     """Seconds without a finished step on any rank after which stacks are dumped and the job is restarted.
-    Longer than a step, a synchronous save and a validation together, or than an evaluation with evals.in_loop
+    Must exceed a step, a synchronous save and a validation together, or an evaluation with evals.in_loop
     """
     start_timeout_s: float = 1800.0
     """Like hang_timeout_s, until the first step of an attempt is done: imports, loading, compilation"""
@@ -202,14 +191,13 @@ class Resilience:
     max_fruitless_starts: int = 3
     """Consecutive attempts without a newer checkpoint after which the supervisor gives up"""
     max_same_reason: int = 3
-    """Consecutive attempts ended by the same reason, numbers and paths aside, after which the supervisor
-    gives up, newer checkpoints or not; 0: no limit
+    """Consecutive attempts that failed for the same reason after which the supervisor gives up; 0: no limit.
+    Newer checkpoints do not reset the count; numbers and paths in the reason are ignored
     """
     same_reason_hours: float = 24.0
     """An attempt that lasted longer does not count as ended by the same reason as the one before"""
     numa_binding: bool = True
-    """Whether ranks are kept on the CPUs beside their GPUs; tried before each attempt, and left out where it fails
-    """
+    """Pin ranks to the NUMA node of their GPUs; tested before each attempt, and left out if it fails"""
 
     def __post_init__(self) -> None:
         # TOML has lists
@@ -235,9 +223,7 @@ class Metrics:
     enable_wandb: bool = False
     """Whether to log to Weights & Biases"""
     gpu_hour_price: float = 0.0
-    """Price of one GPU-hour, for the cost in log, metrics.jsonl, dashboard and tools.plan; 0:
-    no cost is shown
-    """
+    """Price of one GPU-hour, for the cost in log, metrics.jsonl, dashboard and tools.plan; 0: no cost"""
     currency: str = ""
     """Written behind the cost, such as EUR"""
 
@@ -249,19 +235,19 @@ class Evals:
     every_steps: int = 0
     """Evaluate checkpoints of multiples of this step, and the last one; 0: none"""
     commands: list[str] = field(default_factory=list)
-    """Evaluation commands with their options, such as "bits_per_byte --data data/demo --limit 8";
-    {step} in an option becomes the step. The watcher adds the model folder, --out, --step,
-    --tokens-total, --phase and --device
+    """Evaluation commands with their options, such as "bits_per_byte --data data/demo --limit 8".
+    {step} in an option becomes the step.
+    The watcher adds the model folder, --out, --step, --tokens-total, --phase and --device
     """
     device: str = "auto"
-    """Device of the evaluations: cpu, cuda, or auto (a GPU where one is visible, in evaluations that go
-    through Transformers; the decode engine's own auto is the CPU)
+    """Device of the evaluations: cpu, cuda, or auto.
+    auto: a visible GPU for evaluations through Transformers, the CPU for those through the decode engine
     """
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     """Data type that the weights are rounded to before evaluation"""
     in_loop: bool = False
-    """Whether the job itself runs the watcher after saving such a checkpoint and waits for it: for small
-    runs. An evaluation is ended after 0.9 times resilience.hang_timeout_s
+    """Whether the job itself runs the watcher after saving such a checkpoint and waits, for small runs.
+    An evaluation is ended after 0.9 times resilience.hang_timeout_s
     """
     newest_first: bool = False
     """Whether a watcher that has fallen behind evaluates the newest checkpoint before older ones"""
@@ -269,17 +255,16 @@ class Evals:
 
 @dataclass
 class Alerts:
-    """Who is told when somebody should look at the run."""
+    """Where alerts go when a run needs attention."""
 
     webhook_env: str = ""
-    """Name of the environment variable that holds the URL of a webhook (Slack, Mattermost), which is a secret
-    """
+    """Name of the environment variable that holds the URL of a webhook (Slack, Mattermost), which is a secret"""
     command: str = ""
     """Shell command that gets the text on stdin, such as "mail -s laneformer me@example.org" """
     min_interval_s: float = 600.0
-    """Seconds in which only one alert of a kind is sent"""
+    """Minimum seconds between two alerts of the same kind"""
     timeout_s: float = 10.0
-    """Seconds after which an alert is given up"""
+    """Timeout of sending an alert, in seconds"""
 
 
 @dataclass

@@ -1,10 +1,8 @@
-"""Measure what a variant of the model costs in quality.
-
-    python -m tools.ablate configs/ablation.toml --out runs/ablation
+"""Compare the quality of variants of the model: `python -m tools.ablate configs/ablation.toml --out runs/ablation`.
 
 A variant is a line of the trainer's flags, trained on every seed as a job in OUT/runs/VARIANT-SEED, whose result is a
-line of OUT/results.jsonl. The last validation losses are compared in pairs of one seed. An interrupted command goes on
-with the same words. Other options go to the trainer, in every run: `--training.steps 300 --optimizer.lr 6e-3`.
+line of OUT/results.jsonl. The last validation losses are compared in pairs of one seed. After an interruption, the
+same command continues. Other options are passed to the trainer in every run: `--training.steps 300`.
 """
 
 from __future__ import annotations

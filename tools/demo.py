@@ -47,7 +47,12 @@ def main(
 ) -> None:
     """Run every stage into `out`; prepared data is reused, training and everything after it is redone.
 
-    ranks: of training; default: one for each GPU, at most two, or two processes on a CPU.
+    Args:
+        steps1: training steps of phase 1
+        steps2: training steps of phase 2
+        steps3: training steps of fine-tuning
+        ranks: training processes; default: one for each GPU, at most two; two on a CPU
+        out: folder of everything that the demo writes
     """
     check_ranges(main, locals())
     # two fill a step

@@ -148,9 +148,10 @@ def project(gpu: str) -> list[Row]:
 
 
 def main(gpu: Literal["h200", "mi300x"] = "h200") -> None:
-    """Projects tokens/s by bandwidth, link latency and delay: arithmetic, not a measurement.
+    """Project tokens/s from bandwidth, link latency and delay: arithmetic, not a measurement.
 
-    gpu: of the projection over numbers of GPUs; the two whose speed is published.
+    Args:
+        gpu: GPU of the projection over numbers of GPUs; the two whose speed is published
     """
     console = Console(width=None if sys.stdout.isatty() else 160)
     console.print(Markdown(f"## Tokens/s of the 2B\n\n{records(project(gpu))}"))

@@ -36,7 +36,7 @@ class Settings:
     protocol: Protocol = "nanochat"
     """prompt format and few-shot examples; scores of different protocols cannot be compared"""
     limit: Limit = None
-    """most items to score per task"""
+    """maximum number of items to score per task"""
     tasks: Annotated[str, optional("A,B", "all 22")] = ""
     """comma-separated labels of the tasks to score; CORE itself requires all"""
 

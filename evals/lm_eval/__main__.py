@@ -62,13 +62,11 @@ class Questions:
     """Which documents are scored, and how."""
 
     tasks: str
-    """comma-separated lm-eval task names or paths of task files (.yaml); `ruler` is
-    RULER's eleven synthetic tasks
-    """
+    """comma-separated lm-eval task names or task files (.yaml); `ruler`: RULER's eleven synthetic tasks"""
     lengths: str = "2048,4096"
     """comma-separated lengths of a RULER prompt with its answer, in tokens"""
     limit: Limit = None
-    """most documents to score per task, and per length of a RULER task"""
+    """maximum number of documents to score per task, and per length of a RULER task"""
     num_fewshot: Annotated[int | None, optional("INT", "the task's own number")] = None
     """few-shot examples before each question"""
     data: Annotated[Path | None, optional("DIR", "the Hugging Face hub")] = None

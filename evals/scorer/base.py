@@ -27,13 +27,9 @@ class Source:
     """What answers: the model folder in this process, or an OpenAI-compatible server if --base-url is given."""
 
     backend: Kind = "auto"
-    """library that runs the model: auto is Transformers where a GPU is visible, else the
-    engine for a Laneformer
-    """
+    """library that runs the model; auto: Transformers if a GPU is visible, else the engine for a Laneformer"""
     device: str = "auto"
-    """device that runs the model: auto, cpu, cuda (the first visible GPU) or cuda:1; a list such as
-    cuda:0,cuda:1 shares the lanes of the engine
-    """
+    """device that runs the model: auto, cpu, cuda (the first visible GPU) or cuda:1; engine: also a list of GPUs"""
     dtype: str = "auto"
     """type of the engine's weights: auto (that of the folder), fp32, bf16, fp16, int8, int4"""
     max_length: Annotated[int | None, optional("INT", "that of its config.json")] = None

@@ -250,7 +250,7 @@ def test_cores_and_a_gpu_of_its_own(monkeypatch):
     monkeypatch.setattr(os, "sched_setaffinity", lambda process, cores: chosen.append(cores))
     for name in ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS"):
         monkeypatch.setenv(name, "")
-    watch.yield_to_training("2,28-30", "7")
+    watch.yield_to_training(cpus="2,28-30", gpu="7")
     assert (chosen, os.environ["CUDA_VISIBLE_DEVICES"]) == ([{2, 28, 29, 30}], "7")
     for cpus, reason in (
         ("2-x", "'2-x' is not a list of cores"),

@@ -1,9 +1,22 @@
-"""Tests of the figures of the demo's last line."""
+"""Tests of the demo: all its stages, and the figures of its last line."""
 
 from __future__ import annotations
 
+import json
+
+import pytest
+
 from tests.records.lines import write_lines
 from tools import demo
+
+
+@pytest.mark.rotate
+def test_every_stage_at_a_few_steps(tmp_path, capsys):
+    demo.main(tmp_path / "demo", steps1=4, steps2=4, steps3=4, ranks=1)
+    figures = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert figures["engine_matches_hf"]
+    assert figures["hf_max_logit_diff"] == 0
+    assert (tmp_path / "demo/dashboard.html").exists()
 
 
 def test_a_phase_has_its_first_and_its_last_loss(tmp_path):

@@ -59,16 +59,12 @@ class Options(harness.Options):
     flavor: Literal["2b", "300m", "tiny"] = "300m"
     """Shape of the model, with random weights."""
     model: Path | None = None
-    """A GGUF file of a Llama-family model instead; others than 16-bit ones are converted to
-    bf16 for everyone first.
-    """
+    """GGUF file of a Llama-family model instead; except for 16-bit ones, converted to bf16 for all first."""
     dtype: Dtype = "bf16"
-    """Weights of every candidate; llama.cpp has Q8_0 for int8, and both Q4_0 and Q4_K_M for int4; gguf: of all the
-    file as it is.
-    """
+    """Weight type of every candidate; llama.cpp: Q8_0 for int8, Q4_0 and Q4_K_M for int4; gguf: the file as it is."""
     ours: tuple[str, ...] = ()
-    """Options of our engine in candidates beside the plain one, each compared with it: `--ours isa=avx2
-    math=exact,kv_dtype=int8` makes two.
+    """Engine options of further candidates, each compared with the default one.
+    `--ours isa=avx2 math=exact,kv_dtype=int8` adds two.
     """
     threads: Count = 2
     """Threads of every candidate and of the probe."""

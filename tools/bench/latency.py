@@ -69,7 +69,7 @@ class Options(harness.Options):
     model: tuple[Literal["300m", "small", "tiny"], ...] = ("300m", "small")
     """Shapes with random weights: 300m, small (a layer takes about 20 us, as on a GPU), tiny (for tests)."""
     link_us: tuple[Positive, ...] = (1, 3, 10, 30, 100, 300, 1000, 3000)
-    """Latencies of the link in microseconds, beside none at all."""
+    """Latencies of the link in microseconds; without latency is measured in any case."""
     rounds: Count = 5
     """Rounds; in each, every variant runs once at every latency."""
 

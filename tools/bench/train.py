@@ -71,8 +71,8 @@ class Options(harness.Options):
     both: str = ""
     """Further flags of both jobs, in one word: `--both="--activation_checkpoint.mode full --compile.no-enable"`."""
     ours: str = ""
-    """Further flags of the Laneformer's job, such as those of float8 products:
-    `--ours="--model.converters quantize.linear.float8 --quantize.linear.float8.recipe_name rowwise"`.
+    """Further flags of the Laneformer's job, such as those of float8 products.
+    `--ours="--model.converters quantize.linear.float8 --quantize.linear.float8.recipe_name rowwise"`
     """
 
 

@@ -12,7 +12,7 @@ def main() -> None:
     name = sys.argv[1] if len(sys.argv) > 1 else ""
     if name not in CHECKS:
         print(
-            f"usage: python -m tools.check NAME [--help] ...\n{name!r} is not in {CHECKS}",
+            f"usage: python -m tools.check NAME [--help] ...\n\nNAME: {', '.join(CHECKS)}",
             file=sys.stderr,
         )
         raise SystemExit(0 if name in ("-h", "--help") else 2)

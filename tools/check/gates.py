@@ -40,8 +40,8 @@ MARGIN = 4.0
 @dataclass
 class ModelOptions:
     model: Annotated[str, tyro.conf.Positional]
-    """A Hugging Face folder (the Llama family's, too) or a GGUF file; for `engine` also a flavor (2b, 300m, tiny)
-    with random bf16 weights.
+    """Hugging Face folder (also of the Llama family) or GGUF file.
+    For `engine` also a flavor (2b, 300m, tiny) with random bf16 weights.
     """
     prompts: Count = 8
     """Prompts whose greedy continuation is compared token for token."""

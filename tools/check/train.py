@@ -76,7 +76,7 @@ class Options:
     """Accept this machine for training, or say which comparison fails; exit status 1 then."""
 
     device: Literal["cuda", "cpu"] = "cuda"
-    """cpu: the same path with shrunk shapes; what only a GPU shows is "not yet measured"."""
+    """cpu: the same path with shrunk shapes; what needs a GPU is reported as "not yet measured"."""
     nproc: Count = 1
     """GPUs (processes on a CPU): with more than one the job is also run sharded, with replicas from four on."""
     local_batch: Count = 4

@@ -29,8 +29,7 @@ def apply(
     """Merge an adapter into its dense model.
 
     Args:
-        adapter: folder that `tools.delay_a_model` left with late.lora_rank in its config; its README.md becomes
-            the model card.
+        adapter: DIR/adapter of `tools.delay_a_model` with late.lora_rank; its README.md is the model card.
         model: the dense model's folder or GGUF file.
         out: folder of the late model.
 

@@ -91,7 +91,7 @@ done"""
 
 @dataclass(frozen=True)
 class Cluster:
-    """The Slurm options of a job; None leaves the choice to the cluster."""
+    """Slurm options of the job; None: the cluster's default."""
 
     nodes: Natural = 0
     """Number of nodes that train; required, unless the run starts from another one"""
@@ -102,14 +102,17 @@ class Cluster:
     cpu: bool = False
     """Run the ranks on CPUs, for nodes without GPUs (tests)"""
     partition: str | None = None
+    """Slurm's --partition"""
     time: str | None = None
     """Slurm's time limit of one job, e.g. 2-00:00:00; the run continues in the next job"""
     account: str | None = None
+    """Slurm's --account"""
     qos: str | None = None
+    """Slurm's --qos"""
     requeue: bool = True
     """Requeue the job when its time ends or its first node dies"""
     signal_before_s: Annotated[int, Field(ge=1, le=65_535)] = 600
-    """Seconds before the time limit at which a checkpoint is written; longer than writing one takes"""
+    """Seconds before the time limit at which a checkpoint is written; must exceed the time of writing one"""
     env: tuple[str, ...] = ()
     """KEY=VALUE pairs for the job's environment; no secrets: sbatch inherits those from the shell"""
 

@@ -8,8 +8,8 @@
 
 CONVERSATIONS: .jsonl, .jsonl.gz or .parquet files, folders of them, or datasets of the hub (ORG/NAME or
 ORG/NAME:SPLIT); those of one NAME become one source, and without NAME= the file's own name is taken. Each row
-has "messages" (role, content, tool_calls) or "conversations" (from, value), and may have "tools". Killed at any
-moment, it continues with the first source that is not finished.
+has "messages" (role, content, tool_calls) or "conversations" (from, value), and may have "tools". After an
+interruption, the same command continues with the first unfinished source.
 """
 
 from __future__ import annotations
@@ -48,17 +48,15 @@ class Arguments:
     conversations: tyro.conf.Positional[tuple[str, ...]]
     """[NAME=]FILE, [NAME=]FOLDER or [NAME=]ORG/DATASET[:SPLIT], one or more."""
     tokenizer: Path
-    """tokenizer.model or tokenizer.json that the weights were trained with,
-    such as data/nemotron/tokenizer.model.
-    """
+    """The tokenizer.model or tokenizer.json of the weights, such as data/nemotron/tokenizer.model."""
     out: Path
-    """The data folder that is written."""
+    """Data folder to write."""
     seq_len: int = 4096
     """Tokens of a window, training.seq_len of the job; longer conversations are dropped."""
     system_and_tools: bool = False
-    """Render system messages, tools, their calls and results too, none but the calls trained; default: the
-    published template, which ignores system messages and has no tools. The job, the exported folder and so every
-    server of it have the template that is chosen here.
+    """Also render system messages, tools, tool calls and results; of these only the calls are trained.
+    Default: the published template, which ignores system messages and has no tools.
+    The job, the exported folder and its servers use the template chosen here.
     """
     cut_long: bool = False
     """Keep the first exchanges of a conversation that is too long, as many as fit."""
@@ -71,7 +69,7 @@ class Arguments:
     max_dropped: float = 0.05
     """Share of conversations of a source that may be unusable."""
     seed: int = 1
-    """Decides the order of the windows."""
+    """Seed of the order of the windows."""
     workers: int = usable_cpus()
     """Processes that tokenize."""
 

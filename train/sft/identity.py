@@ -47,7 +47,7 @@ class Arguments:
     facts: tyro.conf.Positional[Path] = EXAMPLE
     """TOML with [facts] and [[topics]]; default: the example, to copy and edit."""
     out: Path = Path("identity.jsonl")
-    """JSON lines that are written, for `python -m train.sft`."""
+    """JSON-lines file to write, for `python -m train.sft`."""
     conversations: int = 500
     """How many, all different."""
     seed: int = 1

@@ -68,7 +68,7 @@ class Needs:
     gpus: int
     """GPUs that the node must have"""
     free_disk_gib: float | None = None
-    """Room in the run folder; default: two checkpoints"""
+    """Free space that the run folder needs, in GiB; default: two checkpoints"""
 
 
 # --- the supervisor's side: no torch

@@ -16,8 +16,9 @@ from .options import ModelOptions
 
 @dataclass
 class Bench:
-    """Measure decode speed and, in between, read bandwidth; prompts and, in between, matrix products with
-    weights from the caches. The last line of stdout is JSON.
+    """Measure decode speed beside memory bandwidth, and prefill beside matrix products from the caches.
+
+    The last line of stdout is JSON.
     """
 
     model: ModelOptions
@@ -26,17 +27,15 @@ class Bench:
     random_weights: Literal["2b", "300m", "tiny"] | None = None
     """Random weights of this flavor instead of a model folder."""
     depth: tuple[int, ...] = (0,)
-    """Cached positions before the measured tokens; given several, the JSON has all but
-    the first under "depths".
-    """
+    """Cached positions before the measured tokens; with several, the JSON has all but the first in "depths"."""
     draft_head: int | None = None
-    """Random weights have a head for multi-token prediction that can draft so many ids; 0: all."""
+    """Add a multi-token prediction head to random weights, which drafts this many ids; 0: all."""
     synthetic_acceptance: str | None = None
-    """As 0.85,0.7,0.6: also measure what drafts would bring that are right so often, by place. They cost what
-    the model's own head takes; where it has none, nothing.
+    """Also measure the speed at given acceptance rates by draft position, such as 0.85,0.7,0.6.
+    A draft costs what the model's own head takes, or nothing if it has none.
     """
     link_us: tuple[float, ...] = ()
-    """Also measure behind links of these latencies, in microseconds, injected between lanes of different threads."""
+    """Also measure with these latencies, in microseconds, injected between lanes of different threads."""
     json: bool = False
     """Print nothing but the JSON line."""
 

@@ -25,7 +25,7 @@ CONTROLS = {code: "\ufffd" for code in (*range(32), *range(127, 160)) if chr(cod
 class Chat:
     """Talk with a model in the terminal, in its own chat template.
 
-    Ctrl-C stops an answer, Ctrl-D leaves, /help lists the commands. A line that ends in a backslash
+    Ctrl-C stops an answer, Ctrl-D exits, /help lists the commands. A line that ends in a backslash
     continues in the next; three double quotes begin and end a message of several lines.
     """
 
@@ -37,7 +37,7 @@ class Chat:
     load: Path | None = None
     """Continue a conversation that /save wrote."""
     max_new_tokens: int | None = None
-    """Longest answer; default: the rest of the context."""
+    """Maximum length of an answer; default: the rest of the context."""
 
     def run(self) -> None:
         # Errors show before the weights are loaded

@@ -19,8 +19,8 @@ from .options import ModelName, ModelOptions, SamplingOptions
 class Generate:
     """Stream the continuation of a prompt, or the reply to it with --chat.
 
-    Sampling defaults to the model's generation_config.json. Without one, decoding is greedy, and
-    with --chat as `laneformer chat` samples.
+    Sampling defaults to the model's generation_config.json. Without one, decoding is greedy; with
+    --chat, llama.cpp's defaults apply.
     """
 
     hf_dir: ModelName
@@ -33,12 +33,13 @@ class Generate:
     system: str | None = None
     """With --chat: a system message before it."""
     max_new_tokens: int = 128
+    """Maximum length of the output."""
     min_new_tokens: int = 0
-    """No end of text before this many tokens."""
+    """Minimum length of the output: no end-of-text token before."""
     ignore_eos: bool = False
     """Continue after the model's end-of-text token."""
     stop: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
-    """Text to end before; may be given several times."""
+    """Text before which the output ends; may be given several times."""
 
     def run(self) -> None:
         lengths = {

@@ -24,42 +24,41 @@ class ModelOptions:
     device: str = "auto"
     """auto, cpu, cuda, or several GPUs: cuda:0,cuda:1."""
     dtype: Literal["auto"] | MatrixDtype = "auto"
-    """Type of the matrices; auto: the checkpoint's, or bf16 for random weights. int8 reads half the bytes of
-    16 bits, int4 not much more than a quarter, on the CPU alone; the output may change. gguf: a GGUF file's
-    blocks as they are, which auto means on the CPU.
+    """Weight type; auto: that of the checkpoint, bf16 for random weights.
+    int8 reads half the bytes of 16 bits, int4 (CPU only) little more than a quarter; the output may change.
+    gguf: the blocks of a GGUF file as they are, which auto means on the CPU.
     """
     math: Literal["fast", "exact", "auto", "bf16", "int8"] = "fast"
-    """bf16 and int8 round activations before every matrix product, which reads prompts faster. fast: int8 for int8,
-    int4 and gguf weights, bf16 for bf16 ones where the CPU multiplies bf16, else exact. exact: keeps fp32
-    activations; not for int4 and gguf. auto: exact where the weights permit it. CPU only.
+    """Type of the activations in matrix products; bf16 and int8 speed up prefill. CPU only.
+    fast: int8 for int8, int4 and gguf weights, bf16 for bf16 weights if the CPU has bf16 products, else exact.
+    exact: fp32; not for int4 and gguf. auto: exact where the weights permit it.
     """
     kv_dtype: Literal["auto", "fp32", "bf16", "fp16", "int8"] = "auto"
-    """Type of cached keys and values; auto: fp32 for fp32 weights, else fp16. int8 takes nearly half of it, with
-    a scale for each head and position. CPU only.
+    """Type of cached keys and values; auto: fp32 for fp32 weights, else fp16. CPU only.
+    int8 takes about half the memory of fp16, with a scale for each head and position.
     """
     threads: int | None = None
-    """Threads of the CPU engine; default: all cores, in equal groups where they outnumber the lanes."""
+    """Threads of the CPU engine; default: all cores that make a pass faster."""
     pin: bool | None = None
-    """Keep each thread on a CPU of its own; default: where the machine has several memory nodes."""
+    """Pin each thread to a CPU; default: on machines with several NUMA nodes."""
     lanes: int | None = None
-    """Lanes of a Llama-family model; default: as suit the threads. A Laneformer has its own."""
+    """Lanes of a Llama-family model; default: chosen for the threads. A Laneformer has a fixed number."""
     cache: bool = True
-    """Keep the packed weights on disk, beside the model or in the user's cache directory, for the next start.
-    """
+    """Keep the packed weights for the next start, beside the model or in the user's cache directory."""
     context_tokens: int | None = None
-    """Longest prompt and answer together; default: as the model says."""
+    """Maximum length of prompt and answer together; default: the model's."""
     cache_bytes: int | None = None
-    """Memory for keys and values of earlier requests, on each device; default: a quarter of what is free."""
+    """Size of the prefix cache (keys and values) on each device; default: a quarter of the free memory."""
     cache_dir: Path | None = None
-    """Directory for keys and values that survive a restart: of a prompt that begins like an earlier one, only the
-    rest is read. Its files, which only their owner can read, hold the prompts' ids. CPU only.
+    """Directory that keeps the prefix cache over restarts. CPU only.
+    Its files contain the prompts' token ids; only their owner can read them.
     """
     cache_dir_bytes: int | None = None
-    """Most bytes of all files there; those used longest ago are deleted first. Default: 10 GB."""
+    """Size limit of --cache-dir; the least recently used files are deleted first. Default: 10 GB."""
 
     draft: Path | None = None
-    """A small model with the same tokenizer, folder, GGUF file or name: its drafts are verified where that is faster,
-    and the output stays the same. CPU only. Without it, those of the model's own head, if it has one.
+    """Draft model with the same tokenizer: folder, GGUF file or name. CPU only; the output stays the same.
+    Default: the model's own multi-token prediction head, if it has one. Drafts are used where that is faster.
     """
 
     def load(self, path: Path, **others: Any) -> Engine:
@@ -102,15 +101,15 @@ class SamplingOptions:
     """
 
     greedy: bool = False
-    """Always the likeliest token, whatever the model's generation_config.json says."""
+    """Take the most likely token, whatever the model's generation_config.json says."""
     temperature: float | None = None
-    """0 is greedy."""
+    """Sampling temperature; 0 is greedy."""
     top_k: int | None = None
-    """0 is off."""
+    """Sample from this many most likely tokens; 0 is off."""
     top_p: float | None = None
-    """Draw from the fewest likely tokens that reach this probability; 1 is off."""
+    """Nucleus sampling: from the most likely tokens that together reach this probability; 1 is off."""
     min_p: float | None = None
-    """Draw from tokens at least this many times as likely as the likeliest; 0 is off."""
+    """Sample from tokens with at least this fraction of the highest probability; 0 is off."""
     repetition_penalty: float | None = None
     """Divides the logits of tokens in the prompt or the output; 1 is off."""
     frequency_penalty: float = 0.0
@@ -120,7 +119,7 @@ class SamplingOptions:
     seed: int = 0
     """The same seed and prompt give the same text."""
     speculate: int = GenerationOptions.speculate
-    """Most draft tokens, taken from earlier text, to verify in one pass; the output stays the same. 0: none."""
+    """Maximum number of draft tokens per pass, taken from earlier text; 0: none. The output stays the same."""
 
     def check_options(self) -> dict[str, Any]:
         """Return the options that were given; ValueError for values out of range."""

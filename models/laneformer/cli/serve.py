@@ -22,7 +22,7 @@ from .options import ModelName, ModelOptions
 
 @dataclass
 class Serve:
-    """Serve a model to OpenAI clients, and a playground to browsers, until Ctrl-C or SIGTERM.
+    """Serve a model through the APIs of OpenAI, Anthropic and Ollama, with a playground for browsers.
 
     Needs the extra `serve`, and `grammar` for JSON schemas and tools: pip install '.[serve,grammar]'.
     """

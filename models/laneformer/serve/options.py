@@ -29,35 +29,35 @@ class ServerOptions:
     model_name: str = ""
     """Name of the model for clients; default: that of its folder or file."""
     host: str = "127.0.0.1"
-    """Address to listen on; 0.0.0.0 is all of this machine's, :: those of IPv6 too: set an API key then."""
+    """Address to listen on; 0.0.0.0 is all IPv4 addresses, :: also IPv6; set an API key then."""
     port: int = 8000
-    """0 is a free one; the address is printed. With --open, one that is in use becomes the next."""
+    """Port; 0: any free one, which is printed. With --open, a busy port is replaced by the next free one."""
     api_key: str | None = None
-    """What clients must send as "Authorization: Bearer KEY"; default: LANEFORMER_API_KEY of the environment,
-    which other users of the machine cannot see.
+    """Key that clients must send as "Authorization: Bearer KEY".
+    Default: the environment variable LANEFORMER_API_KEY, which other users cannot see.
     """
     host_names: tuple[str, ...] = ()
-    """Names by which browsers may call the server, beside localhost and addresses."""
+    """Host names that requests may use, besides localhost and IP addresses."""
     allowed_origins: tuple[str, ...] = ()
-    """Pages of other sites that may use the server, as https://notes.example; * is all of them."""
+    """CORS: origins whose pages may use the server, such as https://notes.example; *: all."""
     max_waiting: int = 16
-    """Longest queue of requests that wait while others decode; one more gets status 429."""
+    """Maximum number of queued requests; further ones get status 429."""
     deadline_s: float = 600.0
-    """Longest time of a request, its waiting included."""
+    """Timeout of a request in seconds, queueing included."""
     grace_s: float = 10.0
-    """Time after SIGTERM in which running requests may end."""
+    """Seconds that running requests have to finish after SIGTERM."""
     max_body_bytes: int = 4 * 2**20
-    """Longest body of a request."""
+    """Maximum size of a request's body."""
     keep_alive_s: float = 5.0
-    """Longest silence of a stream, while a long prompt is read, before a comment is sent."""
+    """Seconds without a token after which a stream gets a comment, as during a long prefill."""
     speculate: int = MAX_DRAFT_TOKENS
-    """Most draft tokens to verify in one pass, unless a request says otherwise; 0: none. No answer changes."""
+    """Default maximum of draft tokens per pass; 0: none. Answers do not change."""
     reasoning_budget: int = -1
-    """Most tokens of reasoning before </think> is forced, unless a request says otherwise; -1: any number."""
+    """Default limit of reasoning tokens, after which </think> is forced; -1: no limit."""
     strict: bool = False
-    """Refuse fields that are unknown or without effect, instead of naming them in the header `warnings`."""
+    """Refuse fields without effect instead of naming them in the response header `warnings`."""
     link_us: float = 0.0
-    """Microseconds of latency to inject between lanes of different threads; CPU only. The page shows its cost."""
+    """Microseconds of latency to inject between lanes of different threads; CPU only. The playground shows its cost."""
 
     def __post_init__(self) -> None:
         if self.api_key is None:
