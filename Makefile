@@ -55,7 +55,9 @@ $(VENV)/.engine-ready: pyproject.toml $(ENGINE_SOURCES) | $(BIN)/uv
 	@command -v g++ >/dev/null && { test -n "$(ONLY_CHAT)" || command -v ccache >/dev/null; } || ($(APT) update -q && \
 	  $(APT) install -qy --no-install-recommends g++ ccache) || command -v g++
 	$(INSTALL) "scikit-build-core>=0.10" "nanobind>=2.4" cmake ninja -r pyproject.toml $(patsubst %,--extra %,$(SERVING))
-	$(INSTALL) --no-build-isolation --no-deps -e . $(if $(ONLY_CHAT),-C cmake.define.LANEFORMER_NATIVE=ON)
+	@# bytecode of what the server imports, while g++ leaves a core idle
+	@nice $(BIN)/python -c "import fastapi, gguf, jinja2, prometheus_client, safetensors, tokenizers, tyro, uvicorn" & \
+	  $(INSTALL) --no-build-isolation --no-deps -e . $(if $(ONLY_CHAT),-C cmake.define.LANEFORMER_NATIVE=ON)
 	@touch $@
 
 # torch with pip, which knows the wheels that a machine keeps
