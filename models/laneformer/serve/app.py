@@ -80,12 +80,12 @@ def create_app(engine: Engine, options: ServerOptions) -> FastAPI:
     # have disturbed the first one. The best value holds.
     measure_bandwidth()
     facts["link"] = slower_link(engine, options.link_us) if options.link_us else None
-    scheduler = Scheduler(engine, options.max_waiting, options.deadline_s)
+    scheduler = Scheduler(engine, options.max_waiting, options.deadline_s, measure_bandwidth)
     context = ServingContext(
         scheduler, engine, options.model_name, options.speculate, options.reasoning_budget
     )
     # Neither at startup, which it would delay by 0.2 s, nor while answers stream, which would stall
-    scheduler.when_idle = lambda: (measure_bandwidth(), context.grammars.prepare())
+    scheduler.when_idle.append(context.grammars.prepare)
     facts |= {
         "id": options.model_name,
         "version": __version__,

@@ -162,10 +162,10 @@ class Scheduler:
         engine: Engine,
         max_waiting: int = 16,
         deadline_s: float | None = None,  # of a request, its waiting included
-        when_idle: Callable[[], object] = lambda: None,  # on the engine's thread, after each IDLE_S
+        when_idle: Callable[[], None] = lambda: None,  # on the engine's thread, after each IDLE_S
     ):
         """Start the engine's thread; RuntimeError while the engine is in use."""
-        self.when_idle = when_idle
+        self.when_idle = [when_idle]
         self.engine = engine
         self.max_waiting = max_waiting
         self.deadline_s = deadline_s
@@ -272,7 +272,8 @@ class Scheduler:
             # Call it without the lock: it may take long, and submit must not wait
             idle = not self._changed.wait_for(self._has_work, IDLE_S)
         if idle:
-            self.when_idle()
+            for task in self.when_idle:
+                task()
         with self._changed:
             self._changed.wait_for(self._has_work)
             room = self.max_joined - len(self.running)
