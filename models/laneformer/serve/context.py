@@ -61,8 +61,6 @@ class ServingContext:
         }
         self.prompts = PromptEncoder(engine.tokenizer, engine.tokenizer_config)
         self.grammars = Grammars(engine.tokenizer, self.vocab_size, engine.eos_ids, self.harmony)
-        # Do this at startup: later it would stall the streams of other requests
-        self.grammars.prepare()
         self.tool_calling = ToolCalling(engine.tokenizer_config, self.grammars)
         # OpenAI's system_fingerprint: equal where the same request and seed give the same answer
         identity = repr(
@@ -75,7 +73,8 @@ class ServingContext:
         self._added = {
             i: token.content for i, token in engine.tokenizer.get_added_tokens_decoder().items()
         }
-        longest = max(len(self._encode_token(i)) for i in range(engine.tokenizer.get_vocab_size()))
+        # No token is longer than its spelling
+        longest = max(len(piece.encode()) for piece in engine.tokenizer.get_vocab())
         # A rendered conversation spells control tokens by their secret names, which are longer
         self.max_text_bytes = self.context_tokens * max(longest, SECRET_CHARS)
         self.max_values = min(MAX_VALUES, SPARE_VALUES + VALUES_A_TOKEN * self.context_tokens)

@@ -75,12 +75,9 @@ class Grammars:
             raise ValueError(
                 "response_format and tools need the package llguidance: pip install 'laneformer[grammar]'"
             ) from None
-        # llguidance reads the tokenizer's JSON, in which truncation and padding must be off
-        untruncated = type(self.tokenizer).from_str(self.tokenizer.to_str())
-        untruncated.no_truncation()
-        untruncated.no_padding()
-        n_vocab = max(self.vocab_size, 1 + max(untruncated.get_vocab().values()))
-        return LLTokenizer(untruncated.to_str(), n_vocab=n_vocab, eos_token=list(self.eos_ids))
+        # Truncation and padding, which llguidance refuses, are off in what text_files.py reads
+        n_vocab = max(self.vocab_size, 1 + max(self.tokenizer.get_vocab().values()))
+        return LLTokenizer(self.tokenizer.to_str(), n_vocab=n_vocab, eos_token=list(self.eos_ids))
 
     def compile_schema(self, schema: Any, what: str) -> Grammar:
         """Return the grammar of JSON that a schema allows; `what` names it in errors."""

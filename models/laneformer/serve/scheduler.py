@@ -165,7 +165,7 @@ class Scheduler:
         when_idle: Callable[[], None] = lambda: None,  # on the engine's thread, after each IDLE_S
     ):
         """Start the engine's thread; RuntimeError while the engine is in use."""
-        self._when_idle = when_idle
+        self.when_idle = [when_idle]
         self.engine = engine
         self.max_waiting = max_waiting
         self.deadline_s = deadline_s
@@ -271,7 +271,8 @@ class Scheduler:
             # Call it without the lock: it may take long, and submit must not wait
             idle = not self._changed.wait_for(self._has_work, IDLE_S)
         if idle:
-            self._when_idle()
+            for task in self.when_idle:
+                task()
         with self._changed:
             self._changed.wait_for(self._has_work)
             room = self.max_joined - len(self.running)

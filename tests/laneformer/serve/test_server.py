@@ -42,7 +42,7 @@ def test_memory_is_measured_again_while_idle_and_the_best_stays(model_folder, mo
         assert facts["context_tokens"] == 512
         assert facts["limit_tokens_per_s"] == 1e9 / facts["weight_bytes"]
         for _ in range(2):
-            client.app.state.scheduler._when_idle()
+            client.app.state.scheduler.when_idle[0]()
             assert client.get("/props").json()["probe_bytes_per_s"] == 3e9
     assert next(measured, None) is None
 

@@ -95,6 +95,8 @@ const Kernels* choose_kernels(const char* isa) {
   for (int level = kMatrixUnit; level >= 0; --level)
     if (usable(level) && kLevelsUp[level].second())
       have += std::string(have.empty() ? "" : ", ") + kLevelsUp[level].first;
+  if (have.empty())  // compiled with LANEFORMER_NATIVE on another machine
+    throw std::invalid_argument("this build of the engine has no instruction set of this CPU; build it on this machine");
   throw std::invalid_argument("isa = '" + wanted + "' cannot run here; this CPU and this build have: auto, " + have);
 }
 

@@ -13,7 +13,7 @@ namespace laneformer {
 
 size_t CpuExecutor::tune(int64_t bytes) {
   constexpr size_t kLeast = size_t{64} << 20, kMost = size_t{96} << 20;  // more than caches; enough to tell apart
-  constexpr int kRounds = 5, kCount = std::size(kAhead);
+  constexpr int kRounds = 3, kCount = std::size(kAhead);
   size_t& ahead = shared_.products.ahead;
   const Model& model = shared_.model;
   if (bytes >= 0) return ahead = static_cast<size_t>(bytes);

@@ -153,11 +153,14 @@ INLINE void each_block(const void* tiles, int rows, int k_pairs, DType dtype, in
     }
 }
 
+// Blocks never have more columns than kBlockColumns; wider tiles would double what AVX-512 compiles.
+template <DType T, int COLUMNS>
+constexpr auto kTileOf = multiply_tile<T, COLUMNS <= kBlockColumns ? COLUMNS : kBlockColumns>;
+
 template <DType T>
 void matmul(const void* tiles, int rows, int k_pairs, Inputs inputs, float* y, int y_stride, int columns) {
   constexpr decltype(&multiply_tile<T, 1>) kByColumns[] = {
-      multiply_tile<T, 1>, multiply_tile<T, 2>, multiply_tile<T, 3>, multiply_tile<T, 4>,
-      multiply_tile<T, 5>, multiply_tile<T, 6>};
+      kTileOf<T, 1>, kTileOf<T, 2>, kTileOf<T, 3>, kTileOf<T, 4>, kTileOf<T, 5>, kTileOf<T, 6>};
   const int stride = (int)(inputs.stride / sizeof(float));
   each_block(tiles, rows, k_pairs, T, columns, kBlockColumns, is_split(columns) ? kSplitAhead<T> : inputs.ahead,
              [&](const char* w, int row, int c, int block, Stream soon) {
