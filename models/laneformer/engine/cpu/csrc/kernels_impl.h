@@ -10,7 +10,7 @@
 #elif defined(__AVX512BF16__)
 #include "kernels/bf16.h"
 #else
-#include "kernels/integer.h"
+#include "kernels/integer_panels.h"
 #endif
 #if !defined(LANEFORMER_BASE)
 #include "kernels/attention.h"

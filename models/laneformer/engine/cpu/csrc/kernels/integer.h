@@ -25,12 +25,13 @@ constexpr int kMinima = traits_of(T).minima;
 template <DType T>
 constexpr bool kSuper = traits_of(T).super;
 template <DType T>
-constexpr int kBias = kMinima<T> ? -1 : kSigned<T> ? kOffset : traits_of(T).zero;
+constexpr int kBias = kMinima<T> ? 0 : kSigned<T> ? kOffset : traits_of(T).zero;
 
 struct RoundedGroup {
   int8_t x[kGroupInputs];
   float scale;
-  int32_t offset, first_offset;  // what cancels the bias of 32 weights, and of the first 16; or with minima, the sum of x
+  int32_t offset, first_offset;  // what cancels the bias of 32 weights, and of the first 16
+  float scaled_sum;              // of x, by which minima are multiplied
 };
 
 typedef int16_t I16 __attribute__((vector_size(4 * kWidth), may_alias));
@@ -39,10 +40,11 @@ typedef uint32_t U __attribute__((vector_size(4 * kWidth), may_alias));
 size_t rounded_group_bytes(int k_pairs) { return sizeof(RoundedGroup) * groups_of(k_pairs); }
 
 INLINE int32_t sum_words(const I (&words)[kParts]) {
-  int32_t sums[16], total = 0;
-  EACH_PART __builtin_memcpy(sums + i * kWidth, &words[i], sizeof words[i]);
-  for (const int32_t s : sums) total += s;
-  return total;
+  int32_t x[16];
+  __builtin_memcpy(x, words, sizeof x);
+  for (int half = 8; half; half /= 2)
+    for (int i = 0; i < half; ++i) x[i] += x[i + half];
+  return x[0];
 }
 
 template <DType T>
@@ -67,18 +69,25 @@ INLINE void round_group(const float* x, RoundedGroup* out) {
     }
     if (kScales<T> == 2 && half == 0) out->first_offset = -kBias<T> * sum_words(sum);
   }
-  out->offset = -kBias<T> * sum_words(sum);
+  const int32_t total = kBias<T> || kMinima<T> ? sum_words(sum) : 0;
+  out->offset = -kBias<T> * total;
+  out->scaled_sum = out->scale * (float)total;
+}
+
+// The group from input `k` on, of `inputs` inputs; zeros follow the last one.
+template <DType T>
+INLINE void round_group_at(const float* x, int k, int inputs, RoundedGroup* out) {
+  if (inputs - k >= kGroupInputs) return round_group<T>(x + k, out);
+  float padded[kGroupInputs] = {};
+  __builtin_memcpy(padded, x + k, (inputs - k) * sizeof(float));
+  round_group<T>(padded, out);
 }
 
 template <DType T>
 void round_groups(const float* x, int x_stride, int k_pairs, int columns, char* out) {
   for (int c = 0; c < columns; ++c, x += x_stride)
-    for (int k = 0; k < 2 * k_pairs; k += kGroupInputs, out += sizeof(RoundedGroup)) {
-      float padded[kGroupInputs] = {};
-      const int left = 2 * k_pairs - k;
-      if (left < kGroupInputs) __builtin_memcpy(padded, x + k, left * sizeof(float));
-      round_group<T>(left < kGroupInputs ? padded : x + k, (RoundedGroup*)out);
-    }
+    for (int k = 0; k < 2 * k_pairs; k += kGroupInputs, out += sizeof(RoundedGroup))
+      round_group_at<T>(x, k, 2 * k_pairs, (RoundedGroup*)out);
 }
 
 // To each sum, its word's four weights times the four inputs. Weights are 0 to 127 and inputs -127 to 127, so that the
@@ -179,48 +188,59 @@ INLINE V16 scales_at(const char* w, const float* supers) {
   return v;
 }
 
-// Adds the inputs that share a scale, `pairs` pairs from `word` on, of kRoundedGroups groups of 16 rows times COLUMNS
-// columns. `supers` (1 + minima, 32): the superblock's scales.
-template <DType T, int COLUMNS>
-INLINE void add_scaled(const char* w, const float* supers, int first, int word, int words, int pairs, const char* x,
-                       size_t stride, V16 (&total)[2][COLUMNS]) {
+// A group of inputs of one tile as it lies on the tape. `supers` (1 + minima, 32): the superblock's scales.
+template <DType T>
+struct PackedGroup {
+  static constexpr bool kBiased = false;
+  static constexpr int kLine = kTileRows * scale_bytes(T);  // of scales
+  const char* w;
+  const float* supers;
+  int pairs;  // of inputs that the matrix has, at most a group's
+
+  INLINE I word(int g, int part, int k) const { return load_word<T>(w, g, part, k, pairs); }
+  INLINE const char* scale_line(int line, int g) const {
+    return w + group_bytes(T) - kLine * (kScales<T> + kMinima<T>) + kLine * line + kLine / 2 * g;
+  }
+  INLINE V16 scales(int g, int half) const { return scales_at<T>(scale_line(half, g), supers + 16 * g); }
+  INLINE V16 minima(int g) const { return scales_at<T>(scale_line(1, g), supers + kTileRows + 16 * g); }
+};
+
+// Adds the inputs that share a scale, those of `words` words from `word` on, of kRoundedGroups groups of 16 rows times
+// COLUMNS columns.
+template <DType T, int COLUMNS, class Group>
+INLINE void add_scaled(const Group& weights, int first, int word, int words, const char* x, size_t stride,
+                       V16 (&total)[2][COLUMNS]) {
   I sums[kRoundedGroups][COLUMNS][kParts];
 #pragma GCC unroll 8
   for (int c = 0; c < COLUMNS; ++c) {
     const auto* in = (const RoundedGroup*)(x + c * stride);
-    const int32_t begin = kMinima<T> ? 0 : kScales<T> == 1 ? in->offset
-                          : word ? in->offset - in->first_offset : in->first_offset;
+    const int32_t begin = kScales<T> == 1 ? in->offset : word ? in->offset - in->first_offset : in->first_offset;
     for (int g = 0; g < kRoundedGroups; ++g) EACH_PART sums[g][c][i] = begin - I{};
   }
-  for (int k = word; k < words; k += 2)
+  for (int k = word; k < word + words; k += 2)
 #pragma GCC unroll 2
     for (int half = 0; half < 2; ++half) {
-      I weights[kRoundedGroups][kParts];
+      I w[kRoundedGroups][kParts];
 #pragma GCC unroll 2
-      for (int g = 0; g < kRoundedGroups; ++g)
-        EACH_PART weights[g][i] = load_word<T>(w, first + g, i, k + half, pairs);
+      for (int g = 0; g < kRoundedGroups; ++g) EACH_PART w[g][i] = weights.word(first + g, i, k + half);
 #pragma GCC unroll 8
       for (int c = 0; c < COLUMNS; ++c) {
         const I four = ((const int32_t*)(x + c * stride))[k + half] - I{};
 #pragma GCC unroll 2
         for (int g = 0; g < kRoundedGroups; ++g) EACH_PART {
           I& sum = sums[g][c][i];
-          sum = kSigned<T> ? dot_signed(sum, weights[g][i], four) : dot(sum, weights[g][i], four);
+          sum = kSigned<T> && !Group::kBiased ? dot_signed(sum, w[g][i], four) : dot(sum, w[g][i], four);
 #if defined(__AVX2__)
           asm("" : "+v"(sum));  // it stays in its register: gcc would add up all products of a group beside each other
 #endif
         }
       }
     }
-  constexpr int kLine = kTileRows * scale_bytes(T);  // of scales
-  const char* const scaled_by = w + group_bytes(T) - kLine * (kScales<T> + kMinima<T>) + (word ? kLine : 0);
 #pragma GCC unroll 2
   for (int g = 0; g < kRoundedGroups; ++g) {
     V16 scales = splat(1.0f), minima = splat(0.0f);
-    const char* const by = scaled_by + kLine / 2 * (first + g);
-    const float* const over = supers + 16 * (first + g);
-    if constexpr (T != DType::int8) scales = scales_at<T>(by, over);
-    if constexpr (kMinima<T> != 0) minima = scales_at<T>(by + kLine, over + kTileRows);
+    if constexpr (T != DType::int8) scales = weights.scales(first + g, word ? 1 : 0);
+    if constexpr (kMinima<T> != 0) minima = weights.minima(first + g);
 #pragma GCC unroll 8
     for (int c = 0; c < COLUMNS; ++c) {
       const auto* in = (const RoundedGroup*)(x + c * stride);
@@ -228,69 +248,68 @@ INLINE void add_scaled(const char* w, const float* supers, int first, int word, 
       if constexpr (T != DType::int8) scale = scales * scale;
       EACH_PART sum.part[i] = __builtin_convertvector(sums[g][c][i], F);
       total[first + g][c] = total[first + g][c] + scale * sum;
-      if constexpr (kMinima<T> != 0)
-        total[first + g][c] = total[first + g][c] + minima * splat(in->scale * (float)in->offset);
+      if constexpr (kMinima<T> != 0) total[first + g][c] = total[first + g][c] + minima * splat(in->scaled_sum);
     }
   }
 }
 
-// Adds `pairs` pairs of inputs, at most a group's.
-template <DType T, int COLUMNS>
-INLINE void add_rounded(const char* w, const float* supers, int first, int pairs, const char* x, size_t stride,
-                        V16 (&total)[2][COLUMNS]) {
+// Adds one group of inputs of all rows of a tile. `pairs`: those that the matrix has, at most a group's.
+template <DType T, int COLUMNS, class Group>
+INLINE void add_group(const Group& weights, int pairs, const char* x, size_t stride, V16 (&total)[2][COLUMNS]) {
   constexpr int kWords = kGroupInputs / 4 / kScales<T>;
   const int words = kScales<T> == 1 && pairs < kGroupInputs / 2 ? (pairs + 1) / 2 : kWords;
-  add_scaled<T, COLUMNS>(w, supers, first, 0, words, pairs, x, stride, total);
-  if constexpr (kScales<T> == 2) add_scaled<T, COLUMNS>(w, supers, first, kWords, 2 * kWords, pairs, x, stride, total);
+#pragma GCC unroll 2
+  for (int g = 0; g < 2; g += kRoundedGroups) {
+    add_scaled<T, COLUMNS>(weights, g, 0, words, x, stride, total);
+    if constexpr (kScales<T> == 2) add_scaled<T, COLUMNS>(weights, g, kWords, kWords, x, stride, total);
+  }
 }
 
-// One tile times COLUMNS columns.
-template <DType T, int COLUMNS>
-void multiply_rounded_tile(const char* w, int k_pairs, const char* x, size_t stride, size_t ahead, int groups_before,
-                           float* y, int y_stride, int valid) {
-  constexpr int kBytes = T == DType::int8 ? 1024 : group_bytes(T);
-  V16 total[2][COLUMNS];
-  for (auto& group : total)
-    for (V16& t : group) t = splat(0.0f);
-  const char* const row_scales = w + (size_t)k_pairs * 64;  // of int8
-  float supers[2 * kTileRows];
-  int group = groups_before;
-  for (int pairs = k_pairs; pairs > 0; pairs -= kGroupInputs / 2, x += sizeof(RoundedGroup), w += kBytes, ++group) {
-    if (kSuper<T> && (pairs == k_pairs || group % kSuperGroups == 0)) {
+template <DType T>
+constexpr int kTapeBytes = T == DType::int8 ? 1024 : group_bytes(T);  // of a group of inputs of one tile
+
+// Where a tile's next group of inputs lies on the tape.
+template <DType T>
+struct TapePlace {
+  TapePlace(const char* w, int pairs, int group) : w(w), pairs(pairs), group(group) {}
+
+  // Reads the superblock's scales where the group begins one, and fetches what lies `ahead`.
+  INLINE PackedGroup<T> open(bool first, size_t ahead) {
+    if (kSuper<T> && (first || group % kSuperGroups == 0)) {
       for (int at = 0; at < super_bytes(T); at += 64) {
         __builtin_prefetch(w + ahead + at);
         for (int half = 0; half < 2; ++half) store(supers + at / 2 + 16 * half, halves(w + at + 32 * half));
       }
       w += super_bytes(T);
     }
-    for (int line = 0; line < kBytes; line += 64) __builtin_prefetch(w + ahead + line);
-#pragma GCC unroll 2
-    for (int g = 0; g < 2; g += kRoundedGroups) add_rounded<T, COLUMNS>(w, supers, g, pairs, x, stride, total);
+    for (int line = 0; line < kTapeBytes<T>; line += 64) __builtin_prefetch(w + ahead + line);
+    return {w, supers, pairs};
   }
-  for (int g = 0, row = 0; g < 2; ++g, row += 16)
+  INLINE void close() { w += kTapeBytes<T>, pairs -= kGroupInputs / 2, ++group; }
+
+  const char* w;
+  int pairs;  // of inputs that are left
+  int group;  // its number in the matrix's superblocks
+  float supers[2 * kTileRows] = {};
+};
+
+// One tile times COLUMNS columns.
+template <DType T, int COLUMNS>
+void multiply_rounded_tile(const char* w, int k_pairs, const char* x, size_t stride, size_t ahead, int groups_before,
+                           float* y, int y_stride, int valid) {
+  V16 total[2][COLUMNS];
+  for (auto& group : total)
+    for (V16& t : group) t = splat(0.0f);
+  const float* const row_scales = (const float*)(w + (size_t)k_pairs * 64);  // of int8
+  for (TapePlace<T> at(w, k_pairs, groups_before); at.pairs > 0; at.close(), x += sizeof(RoundedGroup))
+    add_group<T, COLUMNS>(at.open(at.pairs == k_pairs, ahead), at.pairs, x, stride, total);
+  for (int g = 0; g < 2; ++g)
     for (int c = 0; c < COLUMNS; ++c) {
       V16 v = total[g][c];
-      if constexpr (T == DType::int8) v = v * load((const float*)row_scales + row);
-      store_rows(y + c * y_stride + row, v, valid - row);
+      if constexpr (T == DType::int8) v = v * load(row_scales + 16 * g);
+      store_rows(y + c * y_stride + 16 * g, v, valid - 16 * g);
     }
 }
-
-template <DType T>
-void multiply_integers(const void* tiles, int rows, int k_pairs, Inputs in, float* y, int y_stride, int columns) {
-  constexpr decltype(&multiply_rounded_tile<T, 1>) kByColumns[] = {
-      multiply_rounded_tile<T, 1>, multiply_rounded_tile<T, 2>, multiply_rounded_tile<T, 3>,
-      multiply_rounded_tile<T, 4>};
-  const char* w = (const char*)tiles;
-  for (int row = 0; row < rows; row += kTileRows, w += tile_bytes(k_pairs, T, in.groups_before))
-    for (int c = 0, block; c < columns; c += block) {
-      block = block_of(columns - c, kRoundedColumns);
-      kByColumns[block - 1](w, k_pairs, in.data + c * in.stride, in.stride, c ? 0 : in.ahead,
-                            in.groups_before, y + (size_t)c * y_stride + row, y_stride, rows - row);
-    }
-}
-
-template <DType T>
-constexpr Product kIntegerProduct{rounded_group_bytes, round_groups<T>, multiply_integers<T>};
 
 }  // namespace
 }  // namespace laneformer

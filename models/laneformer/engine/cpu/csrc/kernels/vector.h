@@ -126,7 +126,8 @@ INLINE float sum(V16 v) {  // pairwise, the same tree for every width
 INLINE float maximum(V16 v) {
   float x[16];
   store(x, v);
-  for (int i = 1; i < 16; ++i) x[0] = x[i] > x[0] ? x[i] : x[0];
+  for (int half = 8; half; half /= 2)
+    for (int i = 0; i < half; ++i) x[i] = x[i + half] > x[i] ? x[i + half] : x[i];
   return x[0];
 }
 
