@@ -55,8 +55,7 @@ def main(
         out: folder of everything that the demo writes
     """
     check_ranges(main, locals())
-    # two fill a step
-    ranks = ranks or min(2, torch.cuda.device_count() or 2)
+    ranks = ranks or min(2, torch.cuda.device_count() or 2)  # two fill a step
     started = time.monotonic()
     # Transformers shows one for every model that it loads
     os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
@@ -87,9 +86,8 @@ def main(
     run("-m", "tools.dashboard", out, "--out", out / "dashboard.html")
     size = sum(path.stat().st_size for path in final.glob("*.safetensors"))
     console.print(f"[bold]a sample exchange[/bold] with a model of {size:,} bytes:")
-    console.print(
-        f"user:      {QUESTION}\nassistant: {reply(final, QUESTION)}", markup=False, highlight=False
-    )
+    text = f"user:      {QUESTION}\nassistant: {reply(final, QUESTION)}"
+    console.print(text, markup=False, highlight=False)
     console.print(f"everything is in {out}/; open {out}/dashboard.html")
     figures = {
         **training_figures(out),
