@@ -109,7 +109,7 @@ class Numbers:
 )
 def test_random_conversations(sequences, caches, unread, monkeypatch):
     # also with prompts in chunks
-    monkeypatch.setattr(executor_module, "PIECE_TOKENS", 4)
+    monkeypatch.setattr(executor_module, "PROMPT_CHUNK_TOKENS", 4)
     draw = random.Random(10 * sequences + caches)
     executor, texts, reused_tokens = CudaExecutor(Numbers(sequences, caches, unread)), [[1]], 0
     for _ in range(30):

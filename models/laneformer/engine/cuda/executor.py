@@ -18,8 +18,8 @@ from .passes import PassDecoder
 from .prefill import scores_of
 from .structures import Column
 
-# the others wait for a piece: 10 ms for the weights of `2b` and 9 for so many ids, both calculated
-PIECE_TOKENS = 1024
+# the others wait for a chunk: 10 ms for the weights of `2b` and 9 for so many ids, both calculated
+PROMPT_CHUNK_TOKENS = 1024
 LONGEST_END_S = 10.0  # of a pass, when the interpreter ends
 # after a launch that is refused, as others have the GPU's multiprocessors
 RETRIES_S = (0.01, 0.1, 1.0)
@@ -37,13 +37,13 @@ class CudaExecutor:
     def __init__(self, passes: PassDecoder):
         self.passes: PassDecoder | None = passes
         limits = _core.Limits(passes.config.vocab_size, passes.config.max_position_embeddings)
-        limits.columns, limits.sequences, limits.ahead = (
+        limits.columns, limits.sequences, limits.extra_passes = (
             passes.columns,
             passes.sequences,
             passes.ahead,
         )
-        limits.piece, limits.unread, limits.paced, limits.picks = (
-            PIECE_TOKENS,
+        limits.max_chunk_tokens, limits.unread, limits.paced, limits.picks = (
+            PROMPT_CHUNK_TOKENS,
             passes.unread,
             False,
             True,
@@ -78,16 +78,16 @@ class CudaExecutor:
         """Run a pass; return its results as arguments of `Schedule.next`."""
         for op in plan.ops:
             passes.caches.apply(op)
-        if plan.piece:
+        if plan.chunk_tokens:
             return self._read(passes, plan)
         if not (columns := plan.columns):
             return {}
-        rows = plan.head  # of the logits that the schedule draws from
+        rows = plan.logit_columns  # of the logits that the schedule draws from
         draws = {place: plan.draw(place) for place in {column.sequence for column in columns}}
         inputs = [column_of(column, draws[column.sequence]) for column in columns]
-        look = (lambda rows: self.schedule.interrupts()) if plan.ahead else None
+        look = (lambda rows: self.schedule.interrupts()) if plan.extra_passes else None
         try:
-            picked = launch(passes, inputs, plan.ahead, self._logits if rows else None, look)
+            picked = launch(passes, inputs, plan.extra_passes, self._logits if rows else None, look)
         except NotResident as error:
             return {
                 "error": f"the GPU runs something else beside the engine, try again later: {error}"
@@ -96,15 +96,15 @@ class CudaExecutor:
         return {**results, "logits": self._logits[rows].cpu().numpy()} if rows else results
 
     def _read(self, passes: PassDecoder, plan: _core.Pass) -> dict[str, Any]:
-        piece, start = self.schedule.piece(), plan.start
-        ids, at = piece.ids, piece.first_row
+        chunk, start = self.schedule.prompt_chunk(), plan.start
+        ids, at = chunk.ids, chunk.first_row
         try:
-            for logits in passes.read(ids[: plan.piece], start.cache, start.position, at):
-                if piece.keeps_logits:
+            for logits in passes.read(ids[: plan.chunk_tokens], start.cache, start.position, at):
+                if chunk.keeps_logits:
                     self.schedule.keep_logits(at, logits.cpu().numpy())
                 scored = ids[at + 1 - start.position :][: len(logits)]
-                scores = scores_of(logits[: len(scored)], scored, piece.top)
-                self.schedule.score(at, *(values.numpy() for values in scores))
+                scores = scores_of(logits[: len(scored)], scored, chunk.top)
+                self.schedule.score_chunk(at, *(values.numpy() for values in scores))
                 at += len(logits)
         except torch.OutOfMemoryError as error:
             return {"error": f"the GPU has no memory for this request: {error}"}

@@ -14,7 +14,7 @@ Attention::Attention(Shared& shared, const KvMemory& kv)
     : shared_(shared),
       spec_(shared.model.spec()),
       kv_(kv),
-      group_(spec_.query_heads / spec_.kv_heads),
+      heads_per_kv_(spec_.query_heads / spec_.kv_heads),
       kv_heads_(spec_.kv_heads / spec_.lanes),
       scratch_(shared.model.threads()) {
   for (int t = 0; t < shared.model.threads(); ++t) reserve(t);
@@ -22,7 +22,7 @@ Attention::Attention(Shared& shared, const KvMemory& kv)
 
 void Attention::reserve(int t) {
   const auto floats = [](size_t count) { return Pages(count * sizeof(float)); };
-  const size_t dim = spec_.padded_head_dim(), queries = std::max(kBlockQueries, group_);
+  const size_t dim = spec_.padded_head_dim(), queries = std::max(kBlockQueries, heads_per_kv_);
   const size_t chunks = spec_.context / kChunkPositions + 2;
   Scratch& w = scratch_[t];
   w.query = floats(queries * dim), w.mixed = floats(queries * dim), w.states = floats(queries * (dim + kStateExtra));
@@ -36,12 +36,12 @@ void Attention::reserve(int t) {
 
 void Attention::run(const Lane& lane) {
   const ThreadPlan& plan = shared_.model.plan(lane.t);
-  shared_.exchange.meet_group(lane.t, plan);
+  shared_.exchange.meet_lane(lane.t, plan);
   if (spec_.head_norms) spec_.joint_head_norms ? norm_jointly(lane) : norm_heads(lane);
   if (lane.t == plan.leader) cache_positions(lane);
-  shared_.exchange.meet_group(lane.t, plan);
+  shared_.exchange.meet_lane(lane.t, plan);
   attend(lane);
-  shared_.exchange.meet_group(lane.t, plan);
+  shared_.exchange.meet_lane(lane.t, plan);
 }
 
 // In place, before RoPE: queries are shared out over the group, keys are the leader's, who writes the cache
@@ -134,9 +134,9 @@ AttendArgs Attention::queries_of(const Lane& lane, const Block& block) const {
   const int window = spec_.window[lane.layer];
   const Column first = lane.pass.column[block.column];
   for (int c = 0; c < block.count; ++c)
-    for (int q = 0; q < group_; ++q) {
-      float* query = w.query.floats() + size_t(c * group_ + q) * dim;
-      shared_.model.rotate(lane.qkv + size_t(block.column + c) * stride + (block.head * group_ + q) * d, query,
+    for (int q = 0; q < heads_per_kv_; ++q) {
+      float* query = w.query.floats() + size_t(c * heads_per_kv_ + q) * dim;
+      shared_.model.rotate(lane.qkv + size_t(block.column + c) * stride + (block.head * heads_per_kv_ + q) * d, query,
                            lane.layer, first.position + c);
       const float scale = shared_.model.query_scale(first.position + c);
       for (int j = 0; scale != 1.0f && j < d; ++j) query[j] *= scale;
@@ -147,8 +147,8 @@ AttendArgs Attention::queries_of(const Lane& lane, const Block& block) const {
   a.keys = kv_.keys(leader, first.cache, lane.layer, head);
   a.values = kv_.values(leader, first.cache, lane.layer, head);
   a.dtype = spec_.kv_dtype;
-  a.queries = block.count * group_;
-  a.heads = group_;
+  a.queries = block.count * heads_per_kv_;
+  a.heads = heads_per_kv_;
   a.dim = dim;
   a.slots = spec_.cache_slots();
   a.position = first.position;
@@ -178,12 +178,12 @@ void Attention::attend_from_nothing(const AttendArgs& a) const {
 // States of a block's queries to outputs of attention.
 void Attention::finish(const Lane& lane, const Block& block, const float* states) const {
   const int d = spec_.head_dim(), dim = spec_.padded_head_dim(), stride = mixed_stride(spec_);
-  float* out = lane.mixed + size_t(block.column) * stride + block.head * group_ * d;
+  float* out = lane.mixed + size_t(block.column) * stride + block.head * heads_per_kv_ * d;
   const int number = shared_.model.plan(lane.t).first_lane + lane.own;
   const float* sinks = nullptr;
-  if (spec_.sinks) sinks = shared_.model.biases().sinks(lane.layer, number) + block.head * group_;
+  if (spec_.sinks) sinks = shared_.model.biases().sinks(lane.layer, number) + block.head * heads_per_kv_;
   for (int c = 0; c < block.count; ++c, out += stride)
-    for (int q = 0; q < group_; ++q, states += dim + kStateExtra) {
+    for (int q = 0; q < heads_per_kv_; ++q, states += dim + kStateExtra) {
       const float inverse = 1.0f / (states[dim + 1] + (sinks ? std::exp(sinks[q] - states[dim]) : 0.0f));
       for (int j = 0; j < d; ++j) out[q * d + j] = states[j] * inverse;
     }
@@ -199,7 +199,7 @@ void Attention::attend(const Lane& lane) {
   const int columns = pass.columns, end = kv_heads_ * columns * (member + 1) / members;
   for (int at = kv_heads_ * columns * member / members; at < end;) {
     Block block{at / columns, at % columns, 1};
-    const int most = std::min({end - at, columns - block.column, std::max(1, kBlockQueries / group_)});
+    const int most = std::min({end - at, columns - block.column, std::max(1, kBlockQueries / heads_per_kv_)});
     const Column first = pass.column[block.column];
     for (; block.count < most; ++block.count) {
       const Column next = pass.column[block.column + block.count];
@@ -219,7 +219,7 @@ void Attention::attend_chunks(const Lane& lane) {
   const ThreadPlan& plan = shared_.model.plan(lane.t);
   const int dim = spec_.padded_head_dim(), blocks = kv_heads_ * pass.columns;
   const int member = lane.t - plan.leader, members = plan.members, window = spec_.window[lane.layer];
-  const size_t chunk_floats = size_t(group_) * (dim + kStateExtra);
+  const size_t chunk_floats = size_t(heads_per_kv_) * (dim + kStateExtra);
   float* partials = scratch_[plan.leader].partials.floats();
   const auto block_of = [&](int number) { return Block{number % kv_heads_, number / kv_heads_, 1}; };
   const auto chunks_of = [&](int number) {
@@ -240,7 +240,7 @@ void Attention::attend_chunks(const Lane& lane) {
       attend_from_nothing(a);
     }
   }
-  if (total > blocks) shared_.exchange.meet_group(lane.t, plan);
+  if (total > blocks) shared_.exchange.meet_lane(lane.t, plan);
   before = 0;
   for (int block = 0; block < blocks; before += chunks_of(block), ++block) {
     float* states = partials + before * chunk_floats;
@@ -248,7 +248,7 @@ void Attention::attend_chunks(const Lane& lane) {
     const bool mine = total > blocks ? block % members == member : before >= begin && before < end;
     if (!mine) continue;
     for (int chunk = 1; chunk < chunks_of(block); ++chunk)
-      for (int q = 0; q < group_; ++q)
+      for (int q = 0; q < heads_per_kv_; ++q)
         shared_.kernels.merge_states(states + q * (dim + kStateExtra),
                                      states + chunk * chunk_floats + q * (dim + kStateExtra), dim);
     finish(lane, block_of(block), states);

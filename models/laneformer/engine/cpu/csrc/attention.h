@@ -48,7 +48,7 @@ class Attention {
   Shared& shared_;
   const ModelSpec& spec_;
   const KvMemory& kv_;
-  const int group_, kv_heads_;  // query heads of a KV head; KV heads of a lane
+  const int heads_per_kv_, kv_heads_;  // query heads of a KV head; KV heads of a lane
   std::vector<Scratch> scratch_;  // by thread
 };
 

@@ -24,7 +24,7 @@ struct alignas(128) Counter {  // a line of Apple's cores, and the two that x86 
 
 class Exchange {
  public:
-  enum Count : int { kModulesDone, kMet, kGroupMet };  // meetings of all threads; of those that share a lane
+  enum Count : int { kModulesDone, kMet, kLaneMet };  // meetings of all threads; of those that share a lane
   struct Shape {
     int ring_layers, lanes, threads;
     size_t floats;  // of a slot
@@ -33,8 +33,8 @@ class Exchange {
     // Of one counter, in a ring: whoever waits for a count is less than this behind the thread that
     // publishes it.
     size_t stamps() const { return size_t(8) * ring_layers; }
-    size_t head_bytes() const { return counters() * (sizeof(Counter) + stamps() * sizeof(Stamp)); }
-    size_t bytes() const { return head_bytes() + slots() * floats * sizeof(float); }
+    size_t counter_bytes() const { return counters() * (sizeof(Counter) + stamps() * sizeof(Stamp)); }
+    size_t bytes() const { return counter_bytes() + slots() * floats * sizeof(float); }
   };
 
   Exchange(const Shape& shape, int spin_turns)
@@ -43,7 +43,7 @@ class Exchange {
         memory_(shape.bytes()),
         counters_(reinterpret_cast<Counter*>(memory_.bytes())),
         stamps_(reinterpret_cast<Stamp*>(memory_.bytes() + shape.counters() * sizeof(Counter))),
-        slots_(reinterpret_cast<float*>(memory_.bytes() + shape.head_bytes())) {}
+        slots_(reinterpret_cast<float*>(memory_.bytes() + shape.counter_bytes())) {}
 
   // Of every count; 0: no delay line. While no thread uses the exchange. first_of_lane: for each thread the
   // first one of those that share its lane.
@@ -72,8 +72,8 @@ class Exchange {
   // Every thread waits for every other.
   void meet(int t) { meet(kMet, t, 0, shape_.threads); }
   // The threads that share a lane wait for each other; nothing to do where a lane has one thread.
-  void meet_group(int t, const ThreadPlan& plan) {
-    if (plan.members > 1) meet(kGroupMet, t, plan.leader, plan.leader + plan.members);
+  void meet_lane(int t, const ThreadPlan& plan) {
+    if (plan.members > 1) meet(kLaneMet, t, plan.leader, plan.leader + plan.members);
   }
   // Every thread has finished so many modules, of all passes together.
   void wait_for_modules(int t, uint64_t modules) const {

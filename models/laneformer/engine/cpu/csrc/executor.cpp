@@ -41,7 +41,7 @@ CpuExecutor::CpuExecutor(const Model& model, Team& team, const Kernels& kernels,
   if (!spec.draft_layers) return;
   const auto [block, rows] = model.draft_bytes();
   const auto share = [&](size_t bytes) { return double(bytes) / double(model.bytes()); };
-  schedule_.draft_with_head({spec.draft_ids, share(block), share(block + rows)});
+  schedule_.draft_with_mtp({spec.draft_ids, share(block), share(block + rows)});
 }
 
 CpuExecutor::~CpuExecutor() {
@@ -88,7 +88,7 @@ void CpuExecutor::run_passes(int t) {
 void CpuExecutor::run_pass(int t, const Pass& pass) {
   if (pass.ops && !apply_ops(t, pass)) return;
   if (pass.columns) layers_.run(t, pass);
-  if (pass.head_columns) head_.run(t, pass);
+  if (pass.logit_columns) head_.run(t, pass);
 }
 
 void CpuExecutor::draft_with(CpuExecutor& small) {

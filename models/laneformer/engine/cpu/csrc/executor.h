@@ -56,7 +56,7 @@ class CpuExecutor {
   void run_passes(int t);
   void issue_pass();
   void run_pass(int t, const Pass& pass);
-  CpuExecutor& by(const Pass& pass) { return pass.of == Of::small_model ? *draft_ : *this; }
+  CpuExecutor& by(const Pass& pass) { return pass.network == Network::small_model ? *draft_ : *this; }
   bool apply_ops(int t, const Pass& pass);
   void meet(int t) { shared_.exchange.meet(t); }
   double probe(int t, Pages& buffer);

@@ -32,12 +32,12 @@ void Experts::reserve(int t) {
 void Experts::run(const Lane& lane) {
   const ThreadPlan& plan = shared_.model.plan(lane.t);
   score(lane);
-  shared_.exchange.meet_group(lane.t, plan);
+  shared_.exchange.meet_lane(lane.t, plan);
   Scratch& w = scratch_[lane.t];
   for (auto& columns : w.served) columns.clear();
   for (int c = 0; c < lane.columns; ++c) choose(scores(lane) + c * score_stride(), c, w);
   enter(lane);
-  shared_.exchange.meet_group(lane.t, plan);
+  shared_.exchange.meet_lane(lane.t, plan);
   leave(lane);
 }
 

@@ -37,13 +37,13 @@ class LmHead {
   void score_positions(int t, const Pass& pass);
   const std::vector<Matrix>& matrices(int t, const Pass& pass) const {
     const ThreadPlan& plan = shared_.model.plan(t);
-    return pass.of == Of::head ? plan.draft_head : plan.head;
+    return pass.network == Network::mtp ? plan.draft_head : plan.head;
   }
   int threads() const { return shared_.model.threads(); }
   int first_logit(int lane, const Pass& pass) const;
-  bool sums_first(const Pass& pass) const { return spec_.sum_before_norm && pass.of != Of::head; }
+  bool sums_first(const Pass& pass) const { return spec_.sum_before_norm && pass.network != Network::mtp; }
   void norm(const float* stream, int lane, const Pass& pass, float* out) const;
-  void expect_finite(const float* values, int count, const Pass& pass, int row);
+  void mark_overflow(const float* values, int count, const Pass& pass, int row);
 
   Shared& shared_;
   const ModelSpec& spec_;

@@ -37,8 +37,8 @@ void Layers::reserve(int t) {
 }
 
 void Layers::run(int t, const Pass& pass) {
-  const bool drafts = pass.of == Of::head;
-  drafts ? enter_head(t, pass) : embed(t, pass);
+  const bool drafts = pass.network == Network::mtp;
+  drafts ? enter_mtp(t, pass) : embed(t, pass);
   const int end = drafts ? spec_.all_layers() : spec_.layers;
   for (int layer = drafts ? spec_.layers : 0; layer < end; ++layer) run_layer(t, layer, pass);
   if (spec_.flush && !drafts) flush(t, pass);
@@ -74,7 +74,7 @@ void Layers::embed(int t, const Pass& pass) {
 
 // The gated streams of columns of the pass before, and the gated embeddings of the columns' tokens. In place:
 // a column takes another's that is not before it.
-void Layers::enter_head(int t, const Pass& pass) {
+void Layers::enter_mtp(int t, const Pass& pass) {
   const ThreadPlan& plan = shared_.model.plan(t);
   const Kernels& kernels = shared_.kernels;
   const int hidden = spec_.padded_hidden();
@@ -170,7 +170,7 @@ void Layers::mlp(int t, int layer, int own, const Pass& pass, float* partial) {
   const auto gate = shared_.kernels.gates[int(spec_.gate)];
   for (int c = 0; c < pass.columns; ++c)
     gate(w.y.floats() + size_t(c) * wide + first, matrices.gate_up.tiles(), gated + size_t(c) * ff_stride + first / 2);
-  exchange_.meet_group(t, plan);
+  exchange_.meet_lane(t, plan);
   multiply(t, matrices.w2, gated, ff_stride, partial, hidden, pass.columns);
 }
 

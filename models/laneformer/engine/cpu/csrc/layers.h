@@ -51,7 +51,7 @@ class Layers {
   void reserve(int t);
   void embed(int t, const Pass& pass);
   void run_layer(int t, int layer, const Pass& pass);
-  void enter_head(int t, const Pass& pass);
+  void enter_mtp(int t, const Pass& pass);
   void flush(int t, const Pass& pass);
   void deliver(int t, int lane, int column, float* stream);
   void attention(int t, int layer, int own, const Pass& pass, float* partial);
