@@ -1,5 +1,4 @@
-// A schedule whose executor is Python: one thread asks for passes, and sleeps here, without the GIL, while
-// there is none.
+// A schedule whose executor is Python: one thread asks for passes, and sleeps here, without the GIL, between them.
 #include "bindings.h"
 
 #include <condition_variable>

@@ -23,11 +23,9 @@ class Drafter {  // each sequence has one of its own
  public:
   virtual ~Drafter() = default;
   virtual void extend(int id) = 0;  // the text has grown by this id
-  // Appends up to `most` ids that may follow to `drafts`; odds[i] is the probability that the first i + 1 of them
-  // are all right.
+  // Appends up to `most` ids that may follow to `drafts`; odds[i]: the odds that the first i + 1 are all right.
   virtual void propose(int most, std::vector<int>& drafts, std::vector<double>& odds) = 0;
-  // The first `drafts` ids of the last proposal were tried, and the first `right` of those were right. 0 drafts:
-  // the proposal was not tried.
+  // Of the last proposal the first `drafts` ids were tried (0: none), and the first `right` of these were right.
   virtual void verified(int drafts, int right) = 0;
 };
 

@@ -20,10 +20,8 @@ class PassDrafter {
       : share_(share), log_sum_exp_(log_sum_exp) {}
   virtual ~PassDrafter() = default;
 
-  // The executor's thread alone calls these.
-  //
-  // Chooses the sequences to draft for before the model's next pass, where that is worth more than the drafts that they
-  // have; at most `most` drafts each.
+  // Only the executor's thread calls these. `begin` chooses the sequences to draft for before the model's next pass, where
+  // that is worth more than the drafts that they have; at most `most` drafts each.
   void begin(const std::vector<Sequence*>& running, const Cost& model, int most);
   // Plans the next draft pass. Returns false where none is left to make, as all drafts are there.
   virtual bool plan(const std::vector<Sequence*>& running, Pass& pass) = 0;

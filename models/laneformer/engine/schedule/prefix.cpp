@@ -53,8 +53,7 @@ Prefixes::Start Prefixes::begin(const std::vector<int>& ids, int max_reusable) {
   return {index, found.position};
 }
 
-// Whether the sequence overwrites what it does not share of the cache: where it revises it, or where there is no room, or
-// no cache, for a copy.
+// Whether the sequence overwrites what it does not share: it revises the cache, or there is no room for a copy.
 bool Prefixes::starts_in_place(const Found& found, size_t wanted) const {
   if (found.cache < 0 || caches_[found.cache].in_use) return false;
   // while a file is written from a cache, it may grow, but nothing of it may be overwritten
@@ -254,16 +253,14 @@ size_t Prefixes::unyielding(int source) const {
   return total;
 }
 
-// Gives up what it takes for so many more bytes to stay within the limit, but not `source`. Returns false where nothing is
-// left to give up.
+// Gives up caches but `source` until so many more bytes stay within the limit. Returns false where none is left.
 bool Prefixes::make_room(size_t more, int source) {
   while (held() + more > limit_)
     if (!give_up_one(source)) return false;
   return true;
 }
 
-// Gives up what is least likely to be missed: positions between the starts; then whole caches; then the starts of running
-// sequences.
+// Gives up what is least likely to be missed: positions between the starts; whole caches; running sequences' starts.
 bool Prefixes::give_up_one(int source) {
   const std::vector<int> oldest_first = by_age(source);
   const auto thinned = [&](bool keep_starts) {
@@ -293,8 +290,7 @@ bool Prefixes::has_other(int source) const {
   return int(caches_.size()) < shape_.caches;
 }
 
-// Returns the caches that may be given up, the least recently used first; with `even_needed`, also those of a copy that
-// is not done yet.
+// Returns the caches that may be given up, the least recently used first; even_needed: also those of pending copies.
 std::vector<int> Prefixes::by_age(int source, bool even_needed) const {
   std::vector<int> found(caches_.size());
   std::iota(found.begin(), found.end(), 0);

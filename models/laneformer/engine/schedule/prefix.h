@@ -1,11 +1,9 @@
-// KV caches: the ids whose keys and values they hold, and where a new sequence may start in one of them.
-// Their bytes are the executor's (KvOp).
+// KV caches: which ids they hold, and where a new sequence may start in one. Their bytes are the executor's (KvOp).
 //
-// Every layer has room for all positions, and memory only for those that were written. A layer with a
-// sliding window needs no more than the window before the next position; what lies before is kept as long as
-// the limit allows, so that a sequence may part from the cached one anywhere. Beyond the limit it is
-// dropped, but for the windows before positions where a sequence is likely to start again; then whole
-// caches, the least recently used one first.
+// Every layer has room for all positions, and memory only for those that were written. A layer with a sliding window
+// needs no more than the window before the next position; what lies before is kept as long as the limit allows, so that
+// a sequence may part from the cached one anywhere. Beyond the limit it is dropped, but for the windows before
+// positions where a sequence is likely to start again; then whole caches, the least recently used one first.
 //
 // Sequences begin and end between two passes. Whoever keeps caches in files (saved_prefix.cpp) may call at
 // any time, so every public function holds the mutex.
@@ -61,8 +59,7 @@ class Prefixes {
 
   // Whether a running sequence is still reading ids that this one shares: then it should begin later, and copy.
   bool awaits(const std::vector<int>& ids, int max_reusable) const;
-  // A cache for a sequence, until its end; it starts from at most `max_reusable` positions that are still
-  // there.
+  // A cache for a sequence, until its end; it starts from at most `max_reusable` positions that are still there.
   Start begin(const std::vector<int>& ids, int max_reusable);
   // The first `position` ids have run; keys and values of positions below `written` may be other than before.
   void ran(int cache, const std::vector<int>& ids, int position, int written);
@@ -88,8 +85,7 @@ class Prefixes {
   bool saved(bool done);
   int reusable(const std::vector<int>& ids, int max_reusable) const;  // where a sequence could start now
   int start_in(const std::vector<uint8_t>& dropped, int shared) const;  // ... in a file that shares so much
-  // Makes a cache with these contents. `give` gets its number before it is opened, and hands keys and values over.
-  // Returns false where there is no room.
+  // Makes a cache with these contents; false where there is no room. `give` gets its number, and hands keys and values over.
   bool adopt(Contents contents, const std::function<void(int cache)>& give);
 
  private:

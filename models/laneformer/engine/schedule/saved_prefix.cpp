@@ -1,5 +1,4 @@
-// Caches that outlive the process: which of them are to be written to files, and what comes back from
-// there. The files are ../cpu/saved.py's.
+// Caches that outlive the process: chooses which to write to files, and takes them back. The files are ../cpu/saved.py's.
 #include <algorithm>
 #include <utility>
 

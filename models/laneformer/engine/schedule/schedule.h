@@ -28,11 +28,9 @@ class Schedule {
   Schedule(const Limits& limits, const KvShape& shape, std::function<void()> wake);
 
   // --- called by any thread, at any time ---
-
-  // Joins requests before the same pass; returns their tickets, which are never used again. Throws
-  // std::runtime_error after `fail`, and where more than Limits::sequences would not have been collected to
-  // their end; std::invalid_argument where a size or an id would lead beyond a buffer. What the values mean is
-  // Python's to check.
+  // Joins requests before the same pass; returns their tickets, which are never used again. Throws std::runtime_error
+  // after `fail`, and where more than Limits::sequences would not have been collected to their end;
+  // std::invalid_argument where a size or an id would lead beyond a buffer. What the values mean is Python's to check.
   std::vector<int64_t> join(std::vector<Request> requests);
   // Returns the news of all requests since the last call; waits for some, but not longer than the timeout.
   std::vector<News> collect(double timeout_s);
@@ -45,7 +43,6 @@ class Schedule {
   Statistics statistics();  // the sums over all requests that were collected to their end since none ran
 
   // --- called by the executor's thread, which never waits here ---
-
   // Returns the next pass, or nullptr where nothing can run; `last` holds the results of the pass before.
   const Pass* next(const PassResult* last);
   bool interrupts();  // whether somebody joins or leaves, so that extra passes are to end
@@ -55,14 +52,12 @@ class Schedule {
   std::string failure();  // the error of `fail`, or nothing
 
   // --- called by any thread of the executor, while a pass runs ---
-
   // Takes row `row` of the logits, if its sequence scores.
   void score_row(const Pass& pass, int row, const float* logits);
   // Returns where to write a column's partial outputs of one module, [lane][hidden]; nullptr: they are not wanted.
   float* partials(const Column& column, int layer, int module, size_t floats);
 
   // --- called by the executor's thread, while a chunk is read ---
-
   struct PromptChunk {
     std::vector<int> ids;  // the chunk's ids, and the one after them, if there is one
     int first_row;         // the position from which logits are wanted; none where it is not below the chunk's end
@@ -78,7 +73,6 @@ class Schedule {
   Prefixes& prefixes() { return prefixes_; }
 
   // --- called while no request runs ---
-
   void set_cache_limit(size_t bytes);
   // For tests: fixes the cost of each further column, and that of a draft pass, in passes of one column.
   void fix_cost(double each_column, double draft) {

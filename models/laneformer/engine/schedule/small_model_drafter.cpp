@@ -52,8 +52,7 @@ void SmallModelDrafter::add_columns(Sequence& s, int sequence, Pass& pass) {
     add_logit_row(s, pass);
 }
 
-// Takes the results of the pass's KV operations. Where one was refused, and no other cache can be given up for it, the
-// sequences of that cache draft no more.
+// Where a KV operation had no memory, and no other cache can be given up for it, its sequence drafts no more.
 void SmallModelDrafter::finish_ops(const std::vector<Sequence*>& running, const Pass& pass, const PassResult& last) {
   prefixes_.done(last.refused < 0 ? pass.ops : last.refused);
   kv_bytes_ = prefixes_.bytes();

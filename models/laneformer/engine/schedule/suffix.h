@@ -1,10 +1,8 @@
-// Drafts from text that is there already: proposes what followed the latest place where the longest end of the text
-// stood before.
+// Drafts from text that is there already: what followed the latest place where the longest end of the text stood before.
 //
-// Places are found as LZ77 coders find them: ids are chained to the last place where the same few ids stood,
-// and the chain is followed a bounded way. So a new id costs two table entries, a proposal at most some
-// thousand comparisons, whatever the text's length; a suffix automaton would find the very longest place, at
-// 40 bytes and a search per id.
+// Places are found as LZ77 coders find them: ids are chained to the last place where the same few ids stood, and the
+// chain is followed a bounded way. So a new id costs two table entries, a proposal at most some thousand comparisons,
+// whatever the text's length; a suffix automaton would find the very longest place, at 40 bytes and a search per id.
 #pragma once
 #include <array>
 #include <cstdint>

@@ -7,7 +7,7 @@
 namespace laneformer {
 
 namespace {
-constexpr int kShareTiles = 2;  // that a thread takes at a time
+constexpr int kShareTiles = 2;  // tiles that a thread takes at a time
 }  // namespace
 
 LmHead::LmHead(Shared& shared, const Layers& layers, Schedule& schedule)
@@ -32,8 +32,8 @@ void LmHead::reserve(int t) {
   for (size_t i = 0; i < matrices; ++i) w.prepared.emplace_back(shared_.products.prepared_bytes(hidden));
 }
 
-// A norm of values whose squares overflow gives zeros, and the head then makes all tokens equally likely: the request
-// of that row of the logits must end with an error.
+// Marks the sequence of this row of the logits where a value's square overflows: a norm would give zeros, and the LM head
+// then make all tokens equally likely, so the request must end with an error.
 void LmHead::mark_overflow(const float* values, int count, const Pass& pass, int row) {
   constexpr int kChains = 16;  // independent sums, which the compiler keeps in vectors
   float squares[kChains] = {}, total = 0.0f;
@@ -58,11 +58,11 @@ void LmHead::run(int t, const Pass& pass) {
   share(t, pass);
   if (spec_.head == Head::lane) sum_lane_logits(t, pass);
   if (!pass.scores) return;
-  shared_.exchange.meet(t);
+  shared_.exchange.meet(t);  // a row's logits come from all threads
   score_positions(t, pass);
 }
 
-// Log-probabilities of the ids that follow the pass's positions, shared out over the threads.
+// Records the log-probabilities of the ids that follow the pass's positions; the threads share the rows.
 void LmHead::score_positions(int t, const Pass& pass) {
   for (int row = t; row < pass.logit_columns; row += threads())
     schedule_.score_row(pass, row, logits() + row * stride());
@@ -70,7 +70,7 @@ void LmHead::score_positions(int t, const Pass& pass) {
 
 // --- rows -------------------------------------------------------------------------------------------------------
 
-// Once for all shares: another thread may multiply them.
+// Prepares the inputs once for all shares, as other threads may multiply some.
 void LmHead::prepare(int t, const Pass& pass) {
   Scratch& w = scratch_[t];
   const int hidden = spec_.padded_hidden();
@@ -80,8 +80,8 @@ void LmHead::prepare(int t, const Pass& pass) {
                                       pass.logit_columns, w.prepared[i]);
 }
 
-// This thread's matrices, then what slower threads have left of theirs: nobody waits long at the end of
-// a token for a thread that lost its core for a moment. Each row is one thread's work, so no sum changes.
+// Multiplies this thread's matrices, then what slower threads have left of theirs: nobody waits long at the end of a token
+// for a thread that lost its core for a moment. Each row is one thread's work, so no sum changes.
 void LmHead::share(int t, const Pass& pass) {
   scratch_[t].taken.value.store(0, std::memory_order_relaxed);
   scratch_[t].ready.value.store(pass.number, std::memory_order_release);
@@ -95,7 +95,7 @@ void LmHead::share(int t, const Pass& pass) {
   }
 }
 
-// A few tiles of a thread's part of the head; false past its end.
+// Multiplies a few tiles of a thread's part of the LM head. Returns false past its end.
 bool LmHead::multiply_share(int owner, uint64_t share, const Pass& pass) {
   const std::vector<Matrix>& heads = matrices(owner, pass);
   for (size_t i = 0; i < heads.size(); ++i) {
@@ -117,14 +117,14 @@ bool LmHead::multiply_share(int owner, uint64_t share, const Pass& pass) {
   return false;
 }
 
-// Of the rows that a lane's head gives.
+// Returns where the logits of a lane's rows begin.
 int LmHead::first_logit(int lane, const Pass& pass) const {
   if (spec_.head != Head::vocab_parallel) return 0;
   return pass.network == Network::mtp && !spec_.draft_ids.empty() ? spec_.first_draft(lane) : lane * spec_.head_rows();
 }
 
 void LmHead::sum_lane_logits(int t, const Pass& pass) {
-  shared_.exchange.meet(t);
+  shared_.exchange.meet(t);  // all lanes' logits are there
   const size_t vocab = stride(), threads = shared_.model.threads();
   const size_t share = round_up((vocab + threads - 1) / threads, 16);
   const size_t from = std::min(vocab, t * share), to = std::min(vocab, from + share);
@@ -142,7 +142,7 @@ void LmHead::norm(const float* stream, int lane, const Pass& pass, float* out) c
                            spec_.padded_hidden(), out);
 }
 
-// Each lane's head reads that lane's normed stream; a `lane` head only its slice of it.
+// Writes the inputs of each lane's head: that lane's normed stream; of a `lane` head only its slice of it.
 void LmHead::lane_inputs(int t, const Pass& pass) {
   const ThreadPlan& plan = shared_.model.plan(t);
   const int hidden = spec_.padded_hidden(), slice = spec_.head_inputs();
@@ -156,13 +156,13 @@ void LmHead::lane_inputs(int t, const Pass& pass) {
   }
 }
 
-// The lanes' mean of normed streams, or the norm of their sum: the one input of all threads' rows.
+// Writes the one input of all threads' rows: the lanes' mean of normed streams, or the norm of their sum.
 void LmHead::replicated_inputs(int t, const Pass& pass) {
   Scratch& w = scratch_[t];
   const Kernels& kernels = shared_.kernels;
   const int hidden = spec_.padded_hidden(), scales = spec_.shared_scale ? 1 : spec_.lanes;
   give_streams(t, pass);
-  shared_.exchange.meet(t);
+  shared_.exchange.meet(t);  // all lanes' streams are there
   for (int c = 0; c < pass.logit_columns; ++c) {
     float *x = w.inputs.floats() + size_t(c) * hidden, *total = w.total.floats(), *normed = total + hidden;
     kernels.sum_rows(final_streams_.floats() + size_t(c) * hidden, size_t{kMaxColumns} * hidden, spec_.lanes, total,
@@ -176,7 +176,7 @@ void LmHead::replicated_inputs(int t, const Pass& pass) {
   }
 }
 
-// The own lanes', as they are to be summed.
+// Shares the own lanes' streams with all threads, normed where the sum is over normed streams.
 void LmHead::give_streams(int t, const Pass& pass) {
   const ThreadPlan& plan = shared_.model.plan(t);
   const int hidden = spec_.padded_hidden();
