@@ -151,6 +151,6 @@ def test_what_the_device_cannot_go_on_with_is_refused(two):
     plain = columns([1, 2], 0)
     for wanted, logits in (([plain[0], plain[0]], None), (plain, torch.empty(2, 96))):
         with pytest.raises(
-            ValueError, match="passes ahead are of one column a sequence, without logits"
+            ValueError, match="extra passes are of one column a sequence, without logits"
         ):
             two.run(wanted, 1, logits)

@@ -55,7 +55,7 @@ def continue_text(ids: list[int], count: int) -> list[int]:
 class Numbers:
     """Passes in which a position's keys and values are one number that depends on all ids up to it."""
 
-    ahead = 0
+    extra_passes = 0
 
     def __init__(self, sequences: int, caches: int, unread: int = 64):
         self.config, self.columns, self.sequences, self.unread = (

@@ -14,7 +14,7 @@ import torch
 from ..cpu import _core
 from ..decoder import Sampling, Unanswered
 from .launch import NotResident
-from .passes import PassDecoder
+from .passes import PassRunner
 from .prefill import scores_of
 from .structures import Column
 
@@ -34,13 +34,13 @@ class CudaExecutor:
 
     unanswered = False
 
-    def __init__(self, passes: PassDecoder):
-        self.passes: PassDecoder | None = passes
+    def __init__(self, passes: PassRunner):
+        self.passes: PassRunner | None = passes
         limits = _core.Limits(passes.config.vocab_size, passes.config.max_position_embeddings)
         limits.columns, limits.sequences, limits.extra_passes = (
             passes.columns,
             passes.sequences,
-            passes.ahead,
+            passes.extra_passes,
         )
         limits.max_chunk_tokens, limits.unread, limits.paced, limits.picks = (
             PROMPT_CHUNK_TOKENS,
@@ -74,7 +74,7 @@ class CudaExecutor:
                 f"the GPU has failed, and with it all requests: {reason or type(error).__name__}"
             )
 
-    def _pass(self, passes: PassDecoder, plan: _core.Pass) -> dict[str, Any]:
+    def _pass(self, passes: PassRunner, plan: _core.Pass) -> dict[str, Any]:
         """Run a pass; return its results as arguments of `Schedule.next`."""
         for op in plan.ops:
             passes.caches.apply(op)
@@ -95,7 +95,7 @@ class CudaExecutor:
         results: dict[str, Any] = {"picked": np.array(picked, np.int32)}
         return {**results, "logits": self._logits[rows].cpu().numpy()} if rows else results
 
-    def _read(self, passes: PassDecoder, plan: _core.Pass) -> dict[str, Any]:
+    def _read(self, passes: PassRunner, plan: _core.Pass) -> dict[str, Any]:
         chunk, start = self.schedule.prompt_chunk(), plan.start
         ids, at = chunk.ids, chunk.first_row
         try:
@@ -111,7 +111,7 @@ class CudaExecutor:
         return {}
 
 
-def launch(passes: PassDecoder, *columns: Any) -> list[list[int]]:
+def launch(passes: PassRunner, *columns: Any) -> list[list[int]]:
     """Run passes; raise NotResident where the driver refuses the launch for a while."""
     for wait_s in RETRIES_S:
         with contextlib.suppress(NotResident):

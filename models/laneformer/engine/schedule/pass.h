@@ -39,7 +39,7 @@ struct Draw {
 enum class Network : uint8_t { model, small_model, mtp };
 
 struct Pass {
-  uint64_t number = 0;  // counts this network's passes with columns, this one included
+  uint64_t number = 0;  // counts passes with columns, this one included: the small model's; or the model's and mtp's
   int columns = 0, logit_columns = 0, ops = 0;  // without columns, it has KV operations alone
   bool scores = false;  // some logit columns belong to sequences that score: their rows go to `Schedule::score_row`
   bool keeps = false;   // modules' outputs of some columns are kept, in `Schedule::partials`
@@ -47,7 +47,7 @@ struct Pass {
   int chunk_tokens = 0;  // instead of columns: so many ids of a prompt, `Schedule::prompt_chunk`; column[0] is the first
   Network network = Network::model;
   bool chained = false;  // mtp: the pass before was mtp's too, so this one goes on from that one's outputs
-  int extra_passes = 0;  // may follow without being asked for, each of the tokens just drawn, until one ends
+  int extra_passes = 0;  // passes that may follow unasked, each column with its token just drawn, until that ends it
   Column column[kPassColumns] = {};
   int16_t logit_column[kPassColumns] = {};  // row i of the logits belongs to column logit_column[i]
   int16_t from[kPassColumns] = {};  // mtp: columns of the pass before whose streams these take; ascending
