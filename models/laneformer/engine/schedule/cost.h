@@ -21,7 +21,7 @@ class Cost {
   bool measured() const { return measured_; }
   bool fixed() const { return fixed_; }
 
-  // From now on a pass of n columns costs 1 + each (n - 1): for tests, which want the same drafts again.
+  // Fixes the cost of a pass of n columns to 1 + each (n - 1), for tests, which want the same drafts again.
   void fix(double each) {
     for (int c = 1; c <= kKnown; ++c) table_[c] = 1.0 + each * (c - 1);
     fixed_ = true;

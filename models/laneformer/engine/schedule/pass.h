@@ -7,7 +7,7 @@
 
 namespace laneformer {
 
-constexpr int kMaxSequences = 8;   // that decode together
+constexpr int kMaxSequences = 8;   // the most sequences that decode together
 constexpr int kPassColumns = 128;  // the most columns of a pass
 constexpr int kMaxOps = 32;        // KV operations of a pass; further ones wait for a pass of their own
 
@@ -72,7 +72,7 @@ struct Limits {
   size_t partials = 0;   // floats that hold one position's module outputs
   double (*log_sum_exp)(const float* x, int n) = nullptr;
   int columns = kPassColumns;     // the most columns of a pass
-  int sequences = kMaxSequences;  // that run at a time; those beyond wait
+  int sequences = kMaxSequences;  // the most sequences that run at a time; others wait
   bool paced = true;              // a pass takes the longer the more columns it has
   bool picks = false;             // the executor draws the tokens of plain requests
   // A prompt with more than `unread` ids to read, and whatever is to be scored, is read in chunks of at most so many

@@ -9,7 +9,7 @@ namespace laneformer {
 
 namespace {
 constexpr int kRevised = kPassColumns;  // so few overwritten ids are worth no cache of their own
-constexpr int kMostStarts = 32;    // that a cache remembers
+constexpr int kMostStarts = 32;    // the most starts that a cache remembers
 constexpr int kWorthWaiting = 16;  // positions: about as many as a pass reads in the time that it takes anyway
 
 int common(const std::vector<int>& a, const std::vector<int>& b, int most) {
@@ -192,7 +192,7 @@ void Prefixes::done(int ops) {
 bool Prefixes::retry_without_one_cache() {
   std::lock_guard lock(mutex_);
   const int index = ops_.front().cache;
-  if (give_up_cache(-1)) {  // before it is opened again
+  if (give_up_cache(-1)) {  // it is closed first, and then the refused operation comes again
     std::rotate(ops_.begin(), ops_.end() - 1, ops_.end());
     return true;
   }

@@ -84,7 +84,7 @@ class Prefixes {
   // Ends the saving. Returns false where the contents were overwritten meanwhile, and their file is to be thrown away.
   bool saved(bool done);
   int reusable(const std::vector<int>& ids, int max_reusable) const;  // where a sequence could start now
-  int start_in(const std::vector<uint8_t>& dropped, int shared) const;  // ... in a file that shares so much
+  int start_in(const std::vector<uint8_t>& dropped, int shared) const;  // the same for a file that shares so many ids
   // Makes a cache with these contents; false where there is no room. `give` gets its number, and hands keys and values over.
   bool adopt(Contents contents, const std::function<void(int cache)>& give);
 

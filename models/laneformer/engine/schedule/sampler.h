@@ -37,7 +37,7 @@ struct SamplingOptions {
   void expect(int vocab) const;  // throws std::invalid_argument where an id is outside the vocabulary
 };
 
-void expect_ids(const std::vector<int>& ids, int vocab);  // the same for token ids
+void expect_ids(const std::vector<int>& ids, int vocab);  // throws as SamplingOptions::expect
 
 // Returns the first of the largest logits; NaN counts as none, and where there is nothing else the answer is 0.
 int best_id(const float* logits, int vocab);

@@ -27,7 +27,7 @@ class CpuExecutor {
   CpuExecutor(const Model& model, Team& team, const Kernels& kernels, Math math, double processors);
   ~CpuExecutor();
 
-  // Where requests join, and from where their results come. `leave` and `leave_all` do nothing in a forked child,
+  // The schedule takes requests and gives their results. `leave` and `leave_all` do nothing in a forked child,
   // which has none of the threads, and whose mutexes may never be free.
   Schedule& schedule() { return schedule_; }
   void leave(int64_t ticket);

@@ -152,7 +152,7 @@ struct PackJob {
   const char* row(int r) const { return static_cast<const char*>(source) + size_t(r) * row_bytes; }
 };
 bool pack_rows(const PackJob& job, const Matrix& matrix, char* tape);
-float quantise_row(const std::vector<float>& row, int8_t* out);  // to int8; its scale, not finite where a value is not
+float quantise_row(const std::vector<float>& row, int8_t* out);  // to int8; returns the scale, not finite where a value is not
 void unpack_row(const Matrix& matrix, int row, const char* tape, float* out);  // row: counted from first_row
 // Convert plain values; return false when one is not finite in the new type.
 bool convert(const void* source, DType from, size_t count, void* out, DType to);

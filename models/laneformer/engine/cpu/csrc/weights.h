@@ -21,7 +21,7 @@ class Model {
   // Load weights: `data` is row-major in `from`, expert after expert in w1 to w3. False when a value is not finite. Python
   // checks the names.
   bool set_matrix(const std::string& part, int layer, const void* data, DType from);
-  // The same from the whole matrix (out, in) of a GGUF file, whose rows are blocks.
+  // Loads a whole matrix (out, in) of a GGUF file, whose rows are blocks.
   bool set_blocks(const std::string& part, int layer, const void* data, const BlockFormat& blocks);
   bool set_embedding(const void* data, DType from, const BlockFormat* blocks = nullptr);  // rows of blocks
   bool set_norm(int index, const void* data, DType from);  // as ModelSpec counts them
