@@ -65,13 +65,13 @@ def compile_kernels(flavor: str) -> Figures:
 
     from laneformer.engine.cuda.compile import compile_cubin
     from laneformer.engine.cuda.geometry import architecture_name
-    from laneformer.engine.cuda.graph import DECODERS
+    from laneformer.engine.cuda.graph import RUNNERS
     from laneformer.engine.cuda.launch import describe
     from laneformer.engine.cuda.planning import plan_builds
 
     machine, start = describe(torch.device(DEVICE)), time.monotonic()
     units = []
-    for name, version in itertools.product((*FLAVORS, flavor), DECODERS):
+    for name, version in itertools.product((*FLAVORS, flavor), RUNNERS):
         config = LaneformerConfig.from_flavor(name)
         builds = plan_builds(config, "bf16", machine, version)
         units += [(version, geometry) for geometry in builds]

@@ -21,8 +21,8 @@ import numpy as np
 import torch
 
 from laneformer import LaneformerConfig
-from laneformer.engine.cuda.graph import DECODERS
-from laneformer.engine.cuda.passes import PassDecoder
+from laneformer.engine.cuda.graph import RUNNERS
+from laneformer.engine.cuda.passes import PassRunner
 from laneformer.engine.cuda.structures import Column
 from laneformer.engine.decoder import Sampling
 from laneformer.engine.device import why_no_cuda
@@ -54,7 +54,7 @@ PROMPT_LENGTHS = (1, 5, 11, 203)
 NEW_TOKENS = 32
 Report = dict[str, Any]
 Figures = Iterator[tuple[str, Any]]
-MakeDecoder = Callable[..., PassDecoder]
+MakeDecoder = Callable[..., PassRunner]
 
 
 @dataclasses.dataclass
@@ -97,7 +97,7 @@ def greedy_prompts(config: LaneformerConfig, count: int) -> list[list[int]]:
 
 
 def read(
-    decoder: PassDecoder, ids: list[int], start: int, logits: torch.Tensor | None = None
+    decoder: PassRunner, ids: list[int], start: int, logits: torch.Tensor | None = None
 ) -> int:
     """Read ids[start:] in passes of as many columns as there are; return the next token."""
     columns = [Column(token, i, 0, sampling=Sampling(top_p=1.0)) for i, token in enumerate(ids)]
@@ -108,7 +108,7 @@ def read(
 
 
 def greedy(
-    decoder: PassDecoder, prompt: list[int], new_tokens: int = NEW_TOKENS, max_passes: int = 16
+    decoder: PassRunner, prompt: list[int], new_tokens: int = NEW_TOKENS, max_passes: int = 16
 ) -> list[int]:
     """Return greedy tokens, with launches of up to `max_passes` passes."""
     start = 0
@@ -119,12 +119,12 @@ def greedy(
     while len(tokens) < new_tokens:
         last = Column(tokens[-1], len(prompt) + len(tokens) - 1, 0, sampling=Sampling(top_p=1.0))
         # several lengths of a launch; the first token came with the prompt's end
-        more = min(len(tokens) % max_passes, decoder.ahead, new_tokens - len(tokens) - 1)
+        more = min(len(tokens) % max_passes, decoder.extra_passes, new_tokens - len(tokens) - 1)
         tokens += [row[0] for row in decoder.run([last], more)]
     return tokens
 
 
-def score(decoder: PassDecoder, ids: list[int]) -> np.ndarray:
+def score(decoder: PassRunner, ids: list[int]) -> np.ndarray:
     """Return logits after every token, each read by the decode kernels, (S, V)."""
     logits = torch.full(
         (len(ids), decoder.config.vocab_size), float("nan"), device=decoder.devices[0]
@@ -147,7 +147,7 @@ def compare(logits: np.ndarray, truth: Reference) -> Report:
     }
 
 
-def check_greedy(decoder: PassDecoder, truth: Reference, worst: float, count: int) -> Report:
+def check_greedy(decoder: PassRunner, truth: Reference, worst: float, count: int) -> Report:
     """Compare our tokens with float32's; a lead below both errors is a tie.
 
     worst: largest error of our logits.
@@ -166,7 +166,7 @@ def check_greedy(decoder: PassDecoder, truth: Reference, worst: float, count: in
     )
 
 
-def count_differing_runs(decoder: PassDecoder, ids: list[int], runs: int) -> int:
+def count_differing_runs(decoder: PassRunner, ids: list[int], runs: int) -> int:
     """Return how many of `runs` differ from the first in a bit of the logits."""
     first = score(decoder, ids).tobytes()
     return sum(score(decoder, ids).tobytes() != first for _ in range(runs - 1))
@@ -185,7 +185,7 @@ def check_faults(config: LaneformerConfig, weights: Weights, make: MakeDecoder) 
 
 
 def check(
-    makers: Mapping[str, Callable[[], PassDecoder]], truth: Reference, count: int, runs: int
+    makers: Mapping[str, Callable[[], PassRunner]], truth: Reference, count: int, runs: int
 ) -> Figures:
     """Yield all figures of "passes" and "graph" but planted faults."""
     results: list[tuple[int, list[list[int]], np.ndarray]] = []
@@ -220,8 +220,8 @@ def check(
         yield "both versions: the same bits", bool(np.array_equal(logits, other_logits))
 
 
-def make_decoder(config: LaneformerConfig, tensors: Any, version: str = "passes") -> PassDecoder:
-    return DECODERS[version](config, tensors, "bf16", (DEVICE,), WAIT_S, 0)
+def make_decoder(config: LaneformerConfig, tensors: Any, version: str = "passes") -> PassRunner:
+    return RUNNERS[version](config, tensors, "bf16", (DEVICE,), WAIT_S, 0)
 
 
 def check_flavor(flavor: str) -> Figures:
@@ -236,7 +236,7 @@ def check_flavor(flavor: str) -> Figures:
     yield "relative error, bf16 of Transformers", truth.error
     tensors = tensors_of(weights)
     makers = {
-        version: functools.partial(make_decoder, config, tensors, version) for version in DECODERS
+        version: functools.partial(make_decoder, config, tensors, version) for version in RUNNERS
     }
     yield from check(makers, truth, PROMPTS, RUNS)
     yield "planted faults are refused", check_faults(config, weights, make_decoder)

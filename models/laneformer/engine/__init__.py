@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from .running import Cancelled
     from .text import StopStrings, TextStream
 
-# imported on first use: `engine.cuda` works without the C++ core, and its shapes and structures
-# without numpy
+# imported on first use: shapes, structures and the compiler of `engine.cuda` need neither the C++
+# core nor numpy; its executor needs both
 HOMES = {
     "batch": ("Batch", "Update"),
     "decoder": ("GeneratedToken", "Generation", "PromptLogprobs", "Statistics"),

@@ -32,7 +32,7 @@ class EngineLost(RuntimeError):
 class Request:
     """A checked request: generate after the prompt, or score prompt[score_from:] if score_from > 0."""
 
-    # the C++ and the CUDA decoder read the fields by name
+    # schedule/bindings.h reads the fields by name
 
     prompt: Sequence[int]
     max_new_tokens: int = 0

@@ -1,4 +1,4 @@
-"""Load a small model that drafts in its own passes (schedule/model_drafts.h), instead of a head."""
+"""Load a small model that drafts in its own passes (schedule/pass_drafter.h), instead of a head."""
 
 from __future__ import annotations
 

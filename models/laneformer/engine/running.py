@@ -45,7 +45,7 @@ class ExclusiveDecoder:
         self._decoder: Decoder | None = None
         self._user: User | None = None  # who holds the lock
         self._process = os.getpid()
-        DECODERS.add(self)
+        LIVE_DECODERS.add(self)
 
     def load(self, load: Callable[[], Decoder]) -> Decoder:
         with self.lock:
@@ -183,7 +183,7 @@ class Stream(Iterator[T_co]):
 
 
 STREAMS: weakref.WeakSet[Stream[object]] = weakref.WeakSet()
-DECODERS: weakref.WeakSet[ExclusiveDecoder] = weakref.WeakSet()
+LIVE_DECODERS: weakref.WeakSet[ExclusiveDecoder] = weakref.WeakSet()
 
 
 @atexit.register
@@ -191,7 +191,7 @@ def close_all() -> None:
     # a thread that returns from C++ while the interpreter shuts down would abort the process
     for stream in tuple(STREAMS):
         stream.close()
-    for decoder in tuple(DECODERS):
+    for decoder in tuple(LIVE_DECODERS):
         decoder.close()
         decoder.lock.acquire(timeout=LONGEST_END_S)  # never released: no request can start
 
@@ -199,7 +199,7 @@ def close_all() -> None:
 def forget_all() -> None:
     # a forked child has none of the threads that would end the parent's requests
     STREAMS.clear()
-    DECODERS.clear()
+    LIVE_DECODERS.clear()
 
 
 if hasattr(os, "register_at_fork"):

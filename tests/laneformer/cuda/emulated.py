@@ -1,4 +1,4 @@
-"""The CUDA engine's host side, PassDecoder, with its kernels on the emulator and memory on the CPU."""
+"""The CUDA engine's host side, PassRunner, with its kernels on the emulator and memory on the CPU."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from laneformer.engine.cuda.compile import FOLDER, INCLUDES, source_of
 from laneformer.engine.cuda.constants import constants_of
 from laneformer.engine.cuda.graph import graph_launches
 from laneformer.engine.cuda.memory import DeviceMemory, half_of
-from laneformer.engine.cuda.passes import PassDecoder
+from laneformer.engine.cuda.passes import PassRunner
 from laneformer.engine.cuda.planning import plan
 from laneformer.engine.cuda.structures import Column, GraphState
 from laneformer.engine.decoder import Sampling
@@ -56,8 +56,8 @@ def build_unit(geometry, text, builds) -> ctypes.CDLL:
     return emulator.build(source, INCLUDES, {"TABLE": "constexpr"}, builds)
 
 
-class EmulatedPasses(PassDecoder):
-    """A PassDecoder on the emulator.
+class EmulatedPasses(PassRunner):
+    """A PassRunner on the emulator.
 
     `launched` records each launch's number of columns. With `watchdog`, the kernels' own time-out ends
     a wait in vain.
@@ -158,7 +158,7 @@ class EmulatedPasses(PassDecoder):
         # a graph reads its state from device memory; its nodes are launches, one after the other
         argument, state = arguments[0], GraphState.of(arguments[0].order)
         ctypes.memmove(argument.graph, ctypes.addressof(state), ctypes.sizeof(state))
-        for _ in range(1 + argument.order.ahead):
+        for _ in range(1 + argument.order.extra_passes):
             for kernel, argument.layer, argument.module, blocks in graph_launches(self.geometry):
                 emulate(kernel, argument, blocks=blocks)
 

@@ -14,7 +14,7 @@ from laneformer.engine import device
 from laneformer.engine.cuda import graph
 from laneformer.engine.cuda.caches import Caches
 from laneformer.engine.cuda.decoder import CudaDecoder
-from laneformer.engine.cuda.passes import Look, PassDecoder
+from laneformer.engine.cuda.passes import Look, PassRunner
 from laneformer.engine.cuda.planning import plan
 from laneformer.engine.cuda.prefill import logits_of
 from laneformer.engine.cuda.structures import Column
@@ -25,7 +25,7 @@ from tests.laneformer.cuda.harness import SMALL, as_read, plain_model
 
 
 def passes_of(engine):
-    """Return the object that runs an engine's passes: one of those below, or a GPU's PassDecoder."""
+    """Return the object that runs an engine's passes: one of those below, or a GPU's PassRunner."""
     return cuda_of(engine).executor.passes
 
 
@@ -50,7 +50,7 @@ def cuda_of(engine) -> CudaDecoder:
 
 def pretend_gpu(monkeypatch, decoder, devices=1):
     """Pretend that there are GPUs, whose passes run on what `decoder` returns."""
-    monkeypatch.setitem(graph.DECODERS, "passes", decoder)
+    monkeypatch.setitem(graph.RUNNERS, "passes", decoder)
     monkeypatch.setattr(device, "why_no_cuda", lambda: None)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: devices)
 
@@ -67,7 +67,7 @@ class LoopCaches(Caches):
         self.ids[target] = self.ids[source][:count]
 
 
-class LoopPasses(PassDecoder):
+class LoopPasses(PassRunner):
     """Passes of up to five columns by the PyTorch model, with its logits and greedy tokens."""
 
     def __init__(self, config, tensors, dtype: str, devices=(), cache_bytes=None):
@@ -101,14 +101,14 @@ class LoopPasses(PassDecoder):
     def run(
         self,
         columns: Sequence[Column],
-        ahead: int = 0,
+        extra_passes: int = 0,
         logits: torch.Tensor | None = None,
         look: Look | None = None,
     ) -> list[list[int]]:
         assert 1 <= len(columns) <= 5
         rows, running = [self._pass(columns, logits)], [True] * len(columns)
         # each pass takes the tokens of the last one; a sequence that has drawn a stop token rests
-        for passed in range(ahead):
+        for passed in range(extra_passes):
             running = [
                 runs and t not in c.stops[: c.stop_count]
                 for runs, t, c in zip(running, rows[-1], columns, strict=True)

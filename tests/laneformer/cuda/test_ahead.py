@@ -156,6 +156,6 @@ def test_what_the_device_cannot_go_on_with_is_refused(two_devices):
         (two_sequences, torch.empty(2, 96)),
     ):
         with pytest.raises(
-            ValueError, match="passes ahead are of one column a sequence, without logits"
+            ValueError, match="extra passes are of one column a sequence, without logits"
         ):
             two_devices.run(inputs, 1, logits)

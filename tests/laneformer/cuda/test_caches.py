@@ -52,7 +52,7 @@ def continue_text(ids: list[int], count: int) -> list[int]:
 class Numbers:
     """Passes in which a position's keys and values are one number that depends on all ids up to it."""
 
-    ahead = 0
+    extra_passes = 0
 
     def __init__(self, sequences: int, caches: int, unread: int = 64):
         self.config, self.columns, self.sequences, self.unread = (
@@ -105,7 +105,7 @@ class Numbers:
 )
 def test_random_conversations(sequences, caches, unread, monkeypatch):
     # also with prompts in chunks
-    monkeypatch.setattr(executor_module, "PIECE_TOKENS", 4)
+    monkeypatch.setattr(executor_module, "PROMPT_CHUNK_TOKENS", 4)
     draw = random.Random(10 * sequences + caches)
     executor, texts, reused_tokens = CudaExecutor(Numbers(sequences, caches, unread)), [[1]], 0
     for _ in range(30):

@@ -14,7 +14,7 @@ import torch
 from laneformer import LaneformerConfig
 from laneformer.engine import Engine, GenerationOptions, device
 from laneformer.engine.cpu import _core
-from laneformer.engine.cuda.passes import PassDecoder
+from laneformer.engine.cuda.passes import PassRunner
 from laneformer.engine.cuda.structures import Column
 from laneformer.engine.decoder import Sampling
 from laneformer.engine.requests import make_request
@@ -49,7 +49,7 @@ def test_the_verdict(flavor):
 def test_float16():
     weights = {name: w.half() for name, w in weights_of(TINY).items()}
     ids = PROMPT * 6
-    logits = score(PassDecoder(TINY, tensors_of(weights), "fp16"), ids)
+    logits = score(PassRunner(TINY, tensors_of(weights), "fp16"), ids)
     # against fp32 the kernels may err no more than Transformers does in fp16
     single, half = (
         hf_logits(hf_model(TINY, weights, dtype), ids) for dtype in (torch.float32, torch.float16)
@@ -59,13 +59,13 @@ def test_float16():
 
 def test_lanes_in_two_memories_give_the_same_tokens(tiny):
     # the protocol between GPUs on one: two groups of lanes with their own memories and launches
-    decoder = PassDecoder(TINY, tensors_of(weights_of(TINY)), "bf16", devices=("cuda:0", "cuda:0"))
+    decoder = PassRunner(TINY, tensors_of(weights_of(TINY)), "bf16", devices=("cuda:0", "cuda:0"))
     assert greedy(decoder, PROMPT, 40) == tiny.generate(PROMPT, max_new_tokens=40)
 
 
 def test_a_column_has_the_same_bits_in_any_company():
     # columns are those of a matrix instruction, so none may depend on another
-    passes = PassDecoder(TINY, tensors_of(weights_of(TINY)), "bf16")
+    passes = PassRunner(TINY, tensors_of(weights_of(TINY)), "bf16")
 
     def logits(columns):
         rows = torch.empty(len(columns), TINY.vocab_size, device="cuda")

@@ -17,10 +17,10 @@ from laneformer.config import LaneformerConfig
 from laneformer.engine.cuda import executor, graph, launch, passes
 from laneformer.engine.cuda.decoder import CudaDecoder
 from laneformer.engine.cuda.geometry import Geometry
-from laneformer.engine.cuda.graph import GraphDecoder
+from laneformer.engine.cuda.graph import GraphRunner
 from laneformer.engine.cuda.launch import describe
 from laneformer.engine.cuda.memory import DeviceMemory
-from laneformer.engine.cuda.passes import PassDecoder
+from laneformer.engine.cuda.passes import PassRunner
 from laneformer.engine.cuda.planning import plan_builds
 from laneformer.engine.decoder import EngineLost, Request
 from tests.laneformer.cuda.cards import CARDS
@@ -139,7 +139,7 @@ ANSWER = ([(2 + i) * 7 % 96 for i in range(20)], None)  # tokens, error
 TWO = ("cuda:0", "cuda:0")
 
 
-class Choosing(PassDecoder):
+class Choosing(PassRunner):
     """Launches whose chosen tokens depend on their positions."""
 
     late_s = 0.05
@@ -150,13 +150,13 @@ class Choosing(PassDecoder):
     def _launch(self, arguments: Sequence[Any]):
         super()._launch(arguments)
         order, memory = arguments[0].order, self.memories[0]
-        for step in range(1 + order.ahead):
+        for step in range(1 + order.extra_passes):
             for i, column in enumerate(order.columns[: order.column_count]):
                 token = (column.position + step) * 7 % self.config.vocab_size
                 memory.picks[step, i] = (order.epoch + step + 1) << 32 | token
 
 
-class FakeGraph(Choosing, GraphDecoder):
+class FakeGraph(Choosing, GraphRunner):
     pass
 
 
@@ -167,10 +167,10 @@ def driver(monkeypatch):
         (passes, "connect", lambda devices: None),
         (executor, "RETRIES_S", (0.01, 0.01)),
         (passes, "DeviceMemory", lambda g, tensors, i, _, n: DeviceMemory(g, tensors, i, "cpu", n)),
-        (graph, "DECODERS", {"passes": Choosing, "graph": FakeGraph}),
+        (graph, "RUNNERS", {"passes": Choosing, "graph": FakeGraph}),
     ):
         monkeypatch.setattr(module, name, value)
-    monkeypatch.setattr("laneformer.engine.cuda.decoder.DECODERS", graph.DECODERS)
+    monkeypatch.setattr("laneformer.engine.cuda.decoder.RUNNERS", graph.RUNNERS)
     return FakeDriver(monkeypatch)
 
 
@@ -260,7 +260,7 @@ def test_a_refused_launch_ends_its_requests_alone(driver):
 
 
 def test_a_launch_ends_before_a_display_needs_the_gpu(driver, monkeypatch):
-    assert decoder_of().executor.passes.ahead == 15
+    assert decoder_of().executor.passes.extra_passes == 15
     monkeypatch.setattr(passes, "LAUNCH_S", 0.0)  # as if a pass took as long
     decoder = decoder_of()
-    assert (decoder.executor.passes.ahead, answer(decoder)) == (0, ANSWER)
+    assert (decoder.executor.passes.extra_passes, answer(decoder)) == (0, ANSWER)

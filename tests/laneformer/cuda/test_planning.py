@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from laneformer.engine.cuda.geometry import H200, RESERVED_BYTES, Machine
-from laneformer.engine.cuda.passes import sequences_in
+from laneformer.engine.cuda.passes import count_caches
 from laneformer.engine.cuda.planning import plan, plan_builds
 from laneformer.llama.config import config_of_llama, lanes_for_gpus
 from tests.laneformer.cuda.cards import CARDS, LIMITS, MODELS
@@ -42,11 +42,11 @@ def test_columns_leave_memory_for_the_ring():
     on_a100 = plan_builds(MODELS["2b"], "bf16", Machine(108, 163 << 10, 80))
     assert (builds[-1].columns, on_a100[-1].columns) == (8, 4)
     free = ((7 << 30, 0), (141 << 30, None), (141 << 30, 2**30))
-    assert [sequences_in(bytes_, builds[-1], cached) for bytes_, cached in free] == [8, 64, 12]
+    assert [count_caches(bytes_, builds[-1], cached) for bytes_, cached in free] == [8, 64, 12]
     with pytest.raises(
         ValueError, match=r"a pass of 8 columns needs 6\.\d GB, 4\.4 of them for weights"
     ):
-        sequences_in(5 << 30, builds[-1], None)
+        count_caches(5 << 30, builds[-1], None)
     eight_bits = plan_builds(MODELS["2b"], "int8", H200)
     assert [g.chunks for g in eight_bits] == [g.chunks for g in builds]
 

@@ -23,7 +23,7 @@ struct Where {
 void where(Where p) {
   Block block(p.decode);
   const char* shared = dynamic_shared();
-  const int64_t end = reinterpret_cast<char*>(block.head_scales + kHeadNorms * (kGroup + 1)) - shared;
+  const int64_t end = reinterpret_cast<char*>(block.head_scales + kHeadNorms * (kHeadsPerKv + 1)) - shared;
   if (end > *p.end) *p.end = end;
   for (const float* vector : {block.inputs, block.query, block.fresh})
     *p.aligned |= (reinterpret_cast<const char*>(vector) - shared) % 16;

@@ -22,9 +22,9 @@ CONFIG = small_config(num_lanes=2, broadcast_delay=1)
 
 
 class PlainDecoder:
-    """PassDecoder's interface over model.py in float64, of one sequence."""
+    """PassRunner's interface over model.py in float64, of one sequence."""
 
-    devices, columns, ahead, unread, version = (torch.device("cpu"),), 3, 15, 64, "passes"
+    devices, columns, extra_passes, unread, version = (torch.device("cpu"),), 3, 15, 64, "passes"
 
     def __init__(self, config: LaneformerConfig, weights: dict[str, torch.Tensor], warps: int = 16):
         self.config, self.model, self.noise = config, plain_model(config, weights), 0.0
@@ -33,7 +33,7 @@ class PlainDecoder:
         self.ids = list[int]()
 
     def run(
-        self, columns: list[Column], ahead: int = 0, logits: torch.Tensor | None = None
+        self, columns: list[Column], extra_passes: int = 0, logits: torch.Tensor | None = None
     ) -> list[list[int]]:
         position = columns[0].position
         self.ids[position:] = [column.token for column in columns]
@@ -41,7 +41,7 @@ class PlainDecoder:
         if logits is not None:
             logits.copy_(scores + self.noise * torch.randn(scores.shape))
         rows = [scores.argmax(1).tolist()]
-        for _ in range(ahead):
+        for _ in range(extra_passes):
             self.ids.append(rows[-1][-1])
             rows.append([int(self.scores(tuple(self.ids))[-1].argmax())])
         return rows

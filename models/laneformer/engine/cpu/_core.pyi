@@ -91,9 +91,9 @@ class Limits:
     sequences: int
     paced: bool
     picks: bool
-    piece: int
+    max_chunk_tokens: int
     unread: int
-    ahead: int
+    extra_passes: int
     def __init__(self, vocab: int, context: int) -> None: ...
 
 class KvShape:
@@ -122,15 +122,15 @@ class Draw:
     stops: list[int]
 
 class Pass:
-    piece: int
-    ahead: int
+    chunk_tokens: int
+    extra_passes: int
     columns: list[Column]
     start: Column
-    head: list[int]
+    logit_columns: list[int]
     ops: list[KvOp]
     def draw(self, sequence: int) -> Draw: ...
 
-class Piece:
+class PromptChunk:
     ids: list[int]
     first_row: int
     top: int
@@ -148,8 +148,8 @@ class Schedule(Requests):
         refused: int = -1,
         error: str | None = None,
     ) -> Pass | None: ...
-    def piece(self) -> Piece: ...
-    def score(
+    def prompt_chunk(self) -> PromptChunk: ...
+    def score_chunk(
         self, position: int, logprobs: np.ndarray, ids: np.ndarray, tops: np.ndarray
     ) -> None: ...
     def keep_logits(self, position: int, rows: np.ndarray) -> None: ...

@@ -25,7 +25,7 @@ struct Order {  // what a launch is to do
   float* logits;           // (column_count, V) of the first pass, of this device's lanes; or null
   uint32_t epoch;          // tokens that these words have seen before
   int column_count;
-  int ahead;               // passes after the first one, of columns that each draw a token
+  int extra_passes;        // passes after the first one, of columns that each draw a token
   Column columns[kMostColumns];
 };
 
@@ -55,7 +55,7 @@ constexpr uint32_t kEnds = 1u << 30;  // set in a chosen token's word: its colum
 struct Block {
   static constexpr int kStride = padded(kWide > kNarrow ? kWide : kNarrow);
   const Decode& p;
-  int lane, local_lane, group, warp, thread;  // `group` is the block's place in its lane
+  int lane, local_lane, block_in_lane, warp, thread;
   float *inputs, *fresh, *sums, *streams, *scales;  // [column]: kStride, (a key and value), [part] of all columns, kMostStreamRows, 1
   int* tokens;                           // shared: what each column reads in this pass; -1: it has ended
   float *wide, *narrow;                  // inputs of a matrix, of the column under way: kWide and kNarrow numbers
@@ -95,12 +95,12 @@ struct Block {
   DEVICE void locate() {
     const int index = here(thread_index()), block = here(block_index());
     warp = index / kWarpThreads, thread = index % kWarpThreads;
-    local_lane = block / kBlocksPerLane, group = block % kBlocksPerLane;
+    local_lane = block / kBlocksPerLane, block_in_lane = block % kBlocksPerLane;
     lane = watch.lane = p.first_lane + local_lane;
     char* at = dynamic_shared();
     tape.ring = at + warp * kChunks * kChunkBytes, at += kWarps * kChunks * kChunkBytes;
     inputs = reinterpret_cast<float*>(at), query = inputs + kMmaColumns * kStride;  // 16-aligned: float4
-    fresh = query + kGroup * kHeadDim, at = reinterpret_cast<char*>(fresh + kHeadDim);
+    fresh = query + kHeadsPerKv * kHeadDim, at = reinterpret_cast<char*>(fresh + kHeadDim);
     tape.full = reinterpret_cast<uint64_t*>(at) + warp * kChunks, at += kWarps * kChunks * 8;
     candidates = reinterpret_cast<Candidate*>(at), at += kWarps * sizeof(Candidate);
     per_warp = reinterpret_cast<float*>(at), sums = per_warp + kWarps;
@@ -116,7 +116,7 @@ struct Block {
     words = p.lane_words + (static_cast<int64_t>(c) * kDeviceLanes + local_lane) * kLaneWords;
     wide = narrow = inputs + c * kStride, rows = streams + c * kMostStreamRows;
 #if GRAPH
-    rows = p.graph->rows + (c * kDeviceLanes + local_lane) * kHidden + Matrix<kOutput>::first_row(group);
+    rows = p.graph->rows + (c * kDeviceLanes + local_lane) * kHidden + Matrix<kOutput>::first_row(block_in_lane);
 #endif
   }
 
@@ -140,7 +140,7 @@ struct Block {
   }
 
   DEVICE const char* own_tape(uint64_t& bytes) const {
-    const int own = local_lane * kWarpsPerLane + group * kWarps + warp;
+    const int own = local_lane * kWarpsPerLane + block_in_lane * kWarps + warp;
     const uint64_t* at = p.weights.tape_at + own;
     bytes = at[1] - at[0];
     return p.weights.tapes + at[0];
@@ -149,7 +149,7 @@ struct Block {
   // of its own rows of a matrix
   template <int Op>
   DEVICE const float* scales_of(int layer) const {
-    return p.weights.scales + Matrix<Op>::first_scale(layer, local_lane, group);
+    return p.weights.scales + Matrix<Op>::first_scale(layer, local_lane, block_in_lane);
   }
 
   // wide = stream * scale; returns 1 / rms
@@ -173,8 +173,8 @@ struct Block {
       wide[i] = h.x * s.x, wide[i + 1] = h.y * s.y;
       squares = fmaf(h.x, h.x, fmaf(h.y, h.y, squares));
     }
-    const int first = Matrix<kOutput>::first_row(group);
-    for (int r = thread_index(); r < Matrix<kOutput>::row_count(group) && first + r < kHidden; r += kThreads) {
+    const int first = Matrix<kOutput>::first_row(block_in_lane);
+    for (int r = thread_index(); r < Matrix<kOutput>::row_count(block_in_lane) && first + r < kHidden; r += kThreads) {
       const float2 pair = embedding_pair(p.weights, token, (first + r) / 2 * 2);
       rows[r] = (first + r) % 2 ? pair.y : pair.x;
     }
@@ -189,9 +189,9 @@ struct Block {
 
   template <int Op, class Publish>
   DEVICE void project(int layer, Publish publish) {
-    multiply_columns<Op>(tape, group, scales_of<Op>(layer), inputs, kStride, sums);
+    multiply_columns<Op>(tape, block_in_lane, scales_of<Op>(layer), inputs, kStride, sums);
     each([&] {
-      out = sums + column * Matrix<Op>::row_count(group);
+      out = sums + column * Matrix<Op>::row_count(block_in_lane);
       publish(scales[column]);
     });
   }
@@ -202,8 +202,8 @@ struct Block {
   }
 
   DEVICE void publish_qkv(int layer, float scale) {
-    const int first = Matrix<kQkv>::first_row(group);
-    for (int r = thread_index(); r < Matrix<kQkv>::row_count(group); r += kThreads) {
+    const int first = Matrix<kQkv>::first_row(block_in_lane);
+    for (int r = thread_index(); r < Matrix<kQkv>::row_count(block_in_lane); r += kThreads) {
       float value = out[r] * scale;
       if constexpr (kQkvBias) value = fmaf(out[r], scale, p.weights.biases[(layer * kLanes + lane) * kQkvRows + first + r]);
       store_word(words + kQkvAt + first + r, value, epoch_of(layer));
@@ -221,8 +221,8 @@ struct Block {
     if constexpr (kHeadNorms) {
       constexpr int kRounds = (kHeadDim / 2 + kWarpThreads - 1) / kWarpThreads;
       WordPair pairs[kRounds];
-      for (int h = warp; h <= kGroup; h += kWarps) {
-        const Word* of_head = words + kQkvAt + (h < kGroup ? head * kGroup + h : kHeads + head) * kHeadDim;
+      for (int h = warp; h <= kHeadsPerKv; h += kWarps) {
+        const Word* of_head = words + kQkvAt + (h < kHeadsPerKv ? head * kHeadsPerKv + h : kHeads + head) * kHeadDim;
         const auto there = [&](int n) { return 2 * (kWarpThreads * n + thread) < kHeadDim; };
         const auto at = [&](int n) { return of_head + 2 * (kWarpThreads * n + thread); };
 #pragma unroll
@@ -245,13 +245,13 @@ struct Block {
   // numbers e and e + 1 of head h: the queries of a KV head come first, then its key
   DEVICE float2 head_normed(int layer, int h, int e, float2 pair) const {
     if constexpr (!kHeadNorms) return pair;
-    const float* norm = p.weights.head_norms + (2 * layer + (h == kGroup)) * kHeadDim + e;
+    const float* norm = p.weights.head_norms + (2 * layer + (h == kHeadsPerKv)) * kHeadDim + e;
     return {pair.x * head_scales[h] * norm[0], pair.y * head_scales[h] * norm[1]};
   }
 
   // keys and values of this layer that this block will read: on their way to the L2 before q is known
   DEVICE void prefetch_keys(int layer) {
-    for (int unit = group; unit < kAttentionUnits; unit += kBlocksPerLane) {
+    for (int unit = block_in_lane; unit < kAttentionUnits; unit += kBlocksPerLane) {
       const int split = unit % kSplits, owned = own_positions(position - 1, split);  // without the new one
       const int held = owned < kKvSlots[layer] ? owned : kKvSlots[layer];
       if (thread_index() == 0)
@@ -260,7 +260,7 @@ struct Block {
   }
 
   DEVICE void attention(int layer) {
-    for (int unit = group; kAttentionUnits == kBlocksPerLane || unit < kAttentionUnits; unit += kBlocksPerLane) {
+    for (int unit = block_in_lane; kAttentionUnits == kBlocksPerLane || unit < kAttentionUnits; unit += kBlocksPerLane) {
       const int head = unit / kSplits, slot = warp * kKeysAtOnce + thread / kKeyThreads;
       const Keys keys(p.weights, kv_lane(), layer, head, unit % kSplits, position);
       KeyValue first;  // of this warp: on their way while the query is awaited
@@ -269,9 +269,9 @@ struct Block {
       take_new(layer, head, keys);
       sync_block();
 #pragma unroll 1
-      for (int g = 0; g < kGroup; g += kHeadsAtOnce)
+      for (int g = 0; g < kHeadsPerKv; g += kHeadsAtOnce)
         attend(keys, first, reinterpret_cast<const uint4*>(narrow), query + g * kHeadDim,
-               wide + (warp * kGroup + g) * kPartialWords);
+               wide + (warp * kHeadsPerKv + g) * kPartialWords);
       sync_block();
       publish_partial(layer, head, unit % kSplits);
       if (kAttentionUnits <= kBlocksPerLane) break;
@@ -282,7 +282,7 @@ struct Block {
   // The queries of a KV head, and in `narrow` the new position's key and value. The block that owns the position keeps
   // them: it alone writes and later reads them.
   DEVICE void take_new(int layer, int head, const Keys& keys) {
-    constexpr int kQuery = kGroup * kHeadDim;
+    constexpr int kQuery = kHeadsPerKv * kHeadDim;
     static_assert(kHeadDim <= kNarrow);
     const float2* turn = turns(layer);
     const float scale = rsqrtf(static_cast<float>(kHeadDim));
@@ -302,7 +302,7 @@ struct Block {
             query[i] = q.x * scale, query[i + 1] = q.y * scale;
             return;
           }
-          const float2 k = rotate(head_normed(layer, kGroup, i % kHeadDim, {a, b}), t);
+          const float2 k = rotate(head_normed(layer, kHeadsPerKv, i % kHeadDim, {a, b}), t);
           const uint32_t pair = i < kQuery + kHeadDim ? pack_halves(k.x, k.y) : pack_halves(a, b);
           fresh[(i - kQuery) / 2] = pair;
           if (keys.fresh >= 0) kept[(i - kQuery) / 2] = pair;
@@ -310,19 +310,19 @@ struct Block {
   }
 
   DEVICE void publish_partial(int layer, int head, int split) {
-    for (int i = thread_index(); i < kGroup * kPartialWords; i += kThreads) {
+    for (int i = thread_index(); i < kHeadsPerKv * kPartialWords; i += kThreads) {
       const int g = i / kPartialWords, e = i % kPartialWords;
       const float* parts = wide + g * kPartialWords;
       float top = -INFINITY, sum = 0.0f;
 #pragma unroll
-      for (int w = 0; w < kWarps; ++w) top = fmaxf(top, parts[w * kGroup * kPartialWords + kHeadDim]);
+      for (int w = 0; w < kWarps; ++w) top = fmaxf(top, parts[w * kHeadsPerKv * kPartialWords + kHeadDim]);
 #pragma unroll
       for (int w = 0; w < kWarps; ++w) {
-        const float own = parts[w * kGroup * kPartialWords + kHeadDim];
-        const float part = own == -INFINITY ? 0.0f : parts[w * kGroup * kPartialWords + e];
+        const float own = parts[w * kHeadsPerKv * kPartialWords + kHeadDim];
+        const float part = own == -INFINITY ? 0.0f : parts[w * kHeadsPerKv * kPartialWords + e];
         sum = fmaf(part, expf(own - finite_top(top)), sum);
       }
-      store_word(words + kPartialAt + ((head * kGroup + g) * kSplits + split) * kPartialWords + e,
+      store_word(words + kPartialAt + ((head * kHeadsPerKv + g) * kSplits + split) * kPartialWords + e,
                  e == kHeadDim ? top : sum, epoch_of(layer));
     }
   }
@@ -366,8 +366,8 @@ struct Block {
   }
 
   DEVICE void publish_activation(int layer, float scale) {
-    Word* activation = words + kActivationAt + Matrix<kGateUp>::first_row(group) / 2;
-    for (int r = thread_index(); r < Matrix<kGateUp>::row_count(group) / 2; r += kThreads)
+    Word* activation = words + kActivationAt + Matrix<kGateUp>::first_row(block_in_lane) / 2;
+    for (int r = thread_index(); r < Matrix<kGateUp>::row_count(block_in_lane) / 2; r += kThreads)
       store_word(activation + r, silu(out[2 * r] * scale) * (out[2 * r + 1] * scale), epoch_of(layer));
   }
 
@@ -385,7 +385,7 @@ struct Block {
   DEVICE void join(int layer) {
     constexpr int module = Op == kDown;
     const bool now = kJoins[module][layer] == kPresent, later = kAddsDelayed[module][layer];
-    const int first = Matrix<Op>::first_row(group), count = Matrix<Op>::row_count(group);
+    const int first = Matrix<Op>::first_row(block_in_lane), count = Matrix<Op>::row_count(block_in_lane);
     Word sent[kLanes] = {};
 #pragma unroll 1
     for (int r = thread_index(); r < count; r += kThreads) {
@@ -433,7 +433,8 @@ struct Block {
   // The logits of this block's rows, and what the sampler makes of them; rows that fill up the last tile are no tokens.
   DEVICE Candidate scored(float scale) {
     Candidate best = no_candidate();
-    const int first = Matrix<kHead>::first_row(group), count = min(Matrix<kHead>::row_count(group), kVocab - first);
+    const int first = Matrix<kHead>::first_row(block_in_lane);
+    const int count = min(Matrix<kHead>::row_count(block_in_lane), kVocab - first);
     for (int r = thread_index(); r < count; r += kThreads) {
       const int token = lane * kVocab + first + r;
       const float logit = out[r] * scale;
@@ -458,7 +459,7 @@ struct Block {
   // one thread asks for it, for all columns alike, over PCIe: the answer comes while the largest matrix is read.
   DEVICE void project_best() {
     const bool first = p.device == 0 && block_index() == 0 && thread_index() == 0;
-    const uint32_t cancel = first && step() < order().ahead && load_flag(p.cancel) ? kCancelled : 0;
+    const uint32_t cancel = first && step() < order().extra_passes && load_flag(p.cancel) ? kCancelled : 0;
     project<kHead>(0, [&](float scale) { publish_best(scored(scale), cancel); });
   }
 

@@ -82,7 +82,7 @@ DEVICE float finite_top(float top) { return top == -INFINITY ? 0.0f : top; }
 
 // ---- attention: the keys of a KV head are dealt to `kSplits` blocks, position by position ----
 
-constexpr int kGroup = kHeads / kKvHeads;  // query heads of a KV head
+constexpr int kHeadsPerKv = kHeads / kKvHeads;  // query heads of a KV head
 constexpr int kAttentionUnits = kKvHeads * kSplits;
 constexpr int kSplitThreads = kSplits > 8 ? 16 : kSplits > 4 ? 8 : kSplits > 2 ? 4 : kSplits;  // that merge the splits
 
@@ -124,8 +124,8 @@ constexpr int kKeyNumbers = 8 * kKeyChunks;                                     
 
 // query heads that share a pass over the keys: what registers have room for (half of them with two blocks at once)
 DEVICE constexpr int heads_at_once() {
-  int heads = kGroup;
-  while (kGroup % heads || (heads > 1 && heads * kKeyNumbers > (GRAPH ? 32 : 64))) --heads;
+  int heads = kHeadsPerKv;
+  while (kHeadsPerKv % heads || (heads > 1 && heads * kKeyNumbers > (GRAPH ? 32 : 64))) --heads;
   return heads;
 }
 constexpr int kHeadsAtOnce = heads_at_once();

@@ -15,10 +15,10 @@ from ..decoder import CUDA, Collected, Ended, EngineLost, Request, RequestFailed
 from ..options import in_range
 from .executor import CudaExecutor
 from .geometry import DTYPES, HALVES
-from .graph import DECODERS
+from .graph import RUNNERS
 from .launch import NotResident
 from .memory import half_of
-from .passes import PassDecoder
+from .passes import PassRunner
 
 USE_CPU = "the CUDA engine does not have this option; use device = 'cpu'"
 
@@ -131,16 +131,16 @@ def make_passes(
     devices: Sequence[str],
     cache_bytes: int | None,
     version: str,
-) -> PassDecoder:
+) -> PassRunner:
     """Return a version's decoder; the graph's, with a warning, where passes cannot run on one GPU."""
-    if version not in DECODERS:
+    if version not in RUNNERS:
         raise ValueError(
-            f"version = {version!r} is unknown; choose from {' and '.join(map(repr, DECODERS))}"
+            f"version = {version!r} is unknown; choose from {' and '.join(map(repr, RUNNERS))}"
         )
     if version == "graph" and len(devices) > 1:
         raise ValueError("the graph version runs on one GPU; use version = 'passes' for several")
     try:
-        return DECODERS[version](config, tensors, dtype, devices, cache_bytes=cache_bytes)
+        return RUNNERS[version](config, tensors, dtype, devices, cache_bytes=cache_bytes)
     except NotResident as error:
         if len(devices) > 1:
             raise RuntimeError(
@@ -150,7 +150,7 @@ def make_passes(
             f"the graph version decodes, one request at a time, as the kernel of passes cannot run: {error}",
             stacklevel=4,
         )
-    return DECODERS["graph"](config, tensors, dtype, devices, cache_bytes=cache_bytes)
+    return RUNNERS["graph"](config, tensors, dtype, devices, cache_bytes=cache_bytes)
 
 
 def build_ended(statistics: dict[str, int], error: Exception | None, *results: Any) -> Ended:

@@ -14,12 +14,12 @@ import torch
 from ..cpu import _core
 from ..decoder import Sampling, Unanswered
 from .launch import NotResident
-from .passes import PassDecoder
+from .passes import PassRunner
 from .prefill import scores_of
 from .structures import Column
 
-# the others wait for a piece: 10 ms for the weights of `2b` and 9 for so many ids, both calculated
-PIECE_TOKENS = 1024
+# the others wait for a chunk: 10 ms for the weights of `2b` and 9 for so many ids, both calculated
+PROMPT_CHUNK_TOKENS = 1024
 LONGEST_END_S = 10.0  # of a pass, when the interpreter ends
 # after a launch that is refused, as others have the GPU's multiprocessors
 RETRIES_S = (0.01, 0.1, 1.0)
@@ -34,16 +34,16 @@ class CudaExecutor:
 
     has_hung = False
 
-    def __init__(self, passes: PassDecoder):
-        self.passes: PassDecoder | None = passes
+    def __init__(self, passes: PassRunner):
+        self.passes: PassRunner | None = passes
         limits = _core.Limits(passes.config.vocab_size, passes.config.max_position_embeddings)
-        limits.columns, limits.sequences, limits.ahead = (
+        limits.columns, limits.sequences, limits.extra_passes = (
             passes.columns,
             passes.sequences,
-            passes.ahead,
+            passes.extra_passes,
         )
-        limits.piece, limits.unread, limits.paced, limits.picks = (
-            PIECE_TOKENS,
+        limits.max_chunk_tokens, limits.unread, limits.paced, limits.picks = (
+            PROMPT_CHUNK_TOKENS,
             passes.unread,
             False,
             True,
@@ -74,20 +74,20 @@ class CudaExecutor:
                 f"the GPU has failed, and with it all requests: {reason or type(error).__name__}"
             )
 
-    def _pass(self, passes: PassDecoder, plan: _core.Pass) -> dict[str, Any]:
+    def _pass(self, passes: PassRunner, plan: _core.Pass) -> dict[str, Any]:
         """Run a pass; return its results as arguments of `Schedule.next`."""
         for op in plan.ops:
             passes.caches.apply(op)
-        if plan.piece:
+        if plan.chunk_tokens:
             return self._read(passes, plan)
         if not (columns := plan.columns):
             return {}
-        rows = plan.head  # of the logits that the schedule draws from
+        rows = plan.logit_columns  # of the logits that the schedule draws from
         draws = {place: plan.draw(place) for place in {column.sequence for column in columns}}
         inputs = [column_of(column, draws[column.sequence]) for column in columns]
-        look = (lambda rows: self.schedule.interrupts()) if plan.ahead else None
+        look = (lambda rows: self.schedule.interrupts()) if plan.extra_passes else None
         try:
-            picked = launch(passes, inputs, plan.ahead, self._logits if rows else None, look)
+            picked = launch(passes, inputs, plan.extra_passes, self._logits if rows else None, look)
         except NotResident as error:
             return {
                 "error": f"the GPU runs something else beside the engine, try again later: {error}"
@@ -95,23 +95,23 @@ class CudaExecutor:
         results: dict[str, Any] = {"picked": np.array(picked, np.int32)}
         return {**results, "logits": self._logits[rows].cpu().numpy()} if rows else results
 
-    def _read(self, passes: PassDecoder, plan: _core.Pass) -> dict[str, Any]:
-        piece, start = self.schedule.piece(), plan.start
-        ids, row = piece.ids, piece.first_row
+    def _read(self, passes: PassRunner, plan: _core.Pass) -> dict[str, Any]:
+        chunk, start = self.schedule.prompt_chunk(), plan.start
+        ids, row = chunk.ids, chunk.first_row
         try:
-            for logits in passes.read(ids[: plan.piece], start.cache, start.position, row):
-                if piece.keeps_logits:
+            for logits in passes.read(ids[: plan.chunk_tokens], start.cache, start.position, row):
+                if chunk.keeps_logits:
                     self.schedule.keep_logits(row, logits.cpu().numpy())
                 targets = ids[row + 1 - start.position :][: len(logits)]
-                scores = scores_of(logits[: len(targets)], targets, piece.top)
-                self.schedule.score(row, *(values.numpy() for values in scores))
+                scores = scores_of(logits[: len(targets)], targets, chunk.top)
+                self.schedule.score_chunk(row, *(values.numpy() for values in scores))
                 row += len(logits)
         except torch.OutOfMemoryError as error:
             return {"error": f"the GPU has no memory for this request: {error}"}
         return {}
 
 
-def launch(passes: PassDecoder, *columns: Any) -> list[list[int]]:
+def launch(passes: PassRunner, *columns: Any) -> list[list[int]]:
     """Run passes; raise NotResident where the driver refuses the launch for a while."""
     for wait_s in RETRIES_S:
         with contextlib.suppress(NotResident):

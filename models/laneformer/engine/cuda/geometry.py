@@ -121,7 +121,7 @@ class Geometry:
         return self.config.num_attention_heads // self.config.num_lanes
 
     @property
-    def group(self) -> int:
+    def heads_per_kv(self) -> int:
         return self.config.num_attention_heads // self.config.num_key_value_heads
 
     @property
@@ -194,7 +194,7 @@ class Geometry:
     def wide(self) -> int:
         """Return the float32 numbers of the wide input buffer."""
         # the buffer also holds each warp's partial attention
-        partial = self.warps * self.group * (self.config.head_dim + 2)
+        partial = self.warps * self.heads_per_kv * (self.config.head_dim + 2)
         return max(self.config.hidden_size, -(-partial // 4) * 4)
 
     @property
@@ -209,10 +209,10 @@ class Geometry:
         """Return the shared memory beside the ring."""
         # queries, a new key and value; of each column inputs, sums, stream rows, a scale and a
         # token
-        head, norms = self.config.head_dim, self.config.qk_norm * (self.group + 1)
+        head, norms = self.config.head_dim, self.config.qk_norm * (self.heads_per_kv + 1)
         column = self.column_stride + self.max_sums + self.stream_rows + 2
         return (
-            4 * ((self.group + 1) * head + norms + self.columns * column + self.warps)
+            4 * ((self.heads_per_kv + 1) * head + norms + self.columns * column + self.warps)
             + 8 * self.warps
         )
 

@@ -32,14 +32,14 @@ struct Step : Block {
 
   template <int Op>
   DEVICE void start_tape(int layer) {
-    const int qkv = segments<kQkv>(group, warp), output = segments<kOutput>(group, warp);
-    const int gate_up = segments<kGateUp>(group, warp), down = segments<kDown>(group, warp);
+    const int qkv = segments<kQkv>(block_in_lane, warp), output = segments<kOutput>(block_in_lane, warp);
+    const int gate_up = segments<kGateUp>(block_in_lane, warp), down = segments<kDown>(block_in_lane, warp);
     const int before = (Op > kQkv ? qkv : 0) + (Op > kOutput ? output : 0) + (Op > kGateUp ? gate_up : 0);
     const int segment = Op == kHead ? kLayers * (qkv + output + gate_up + down)
                                     : layer * (qkv + output + gate_up + down) + before;
     uint64_t bytes;
     tape.source = own_tape(bytes) + static_cast<uint32_t>(segment) * kSegmentBytes;
-    tape.bytes = segments<Op>(group, warp) * kSegmentBytes;
+    tape.bytes = segments<Op>(block_in_lane, warp) * kSegmentBytes;
     tape.rounds = 0;
     tape.start();
   }
@@ -84,7 +84,7 @@ KERNEL(down)(const __grid_constant__ Decode p) {
 // after a module whose outputs join at once in all lanes, and after the last one of a model with `flush`
 KERNEL(join_now)(const __grid_constant__ Decode p) {
   Step step = Step::begin<-1>(p);
-  const int first = Matrix<kOutput>::first_row(step.group), count = Matrix<kOutput>::row_count(step.group);
+  const int first = Matrix<kOutput>::first_row(step.block_in_lane), count = Matrix<kOutput>::row_count(step.block_in_lane);
   step.each([&] {
     Word sent[kLanes];
     for (int r = thread_index(); r < count; r += kThreads) {

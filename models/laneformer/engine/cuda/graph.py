@@ -14,11 +14,11 @@ from ...joins import MODULES, Join
 from .geometry import Geometry
 from .launch import Kernels
 from .memory import DeviceMemory
-from .passes import PassDecoder
+from .passes import PassRunner
 from .structures import MAX_COLUMNS, GraphState
 
 
-class GraphDecoder(PassDecoder):
+class GraphRunner(PassRunner):
     version = "graph"
 
     def _load(self) -> None:
@@ -46,11 +46,11 @@ class GraphDecoder(PassDecoder):
         state = torch.frombuffer(bytearray(GraphState.of(order)), dtype=torch.uint8)
         with torch.cuda.stream(self._streams[0]):
             self.memories[0].graph[: len(state)].copy_(state)
-            for _ in range(1 + order.ahead):
+            for _ in range(1 + order.extra_passes):
                 self._graph.replay()
 
 
-DECODERS: dict[str, type[PassDecoder]] = {"passes": PassDecoder, "graph": GraphDecoder}
+RUNNERS: dict[str, type[PassRunner]] = {"passes": PassRunner, "graph": GraphRunner}
 
 
 def graph_launches(geometry: Geometry) -> list[tuple[str, int, int, int]]:

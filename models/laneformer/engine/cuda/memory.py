@@ -47,12 +47,12 @@ class DeviceMemory:
         tensors: Mapping[str, Tensor],
         index: int,
         device: torch.device | str,
-        sequences: int = 1,
+        cache_count: int = 1,
     ):
         """Pack the weights and allocate the rest.
 
         Args:
-            sequences: Number whose keys and values are held here.
+            cache_count: Number of KV caches.
 
         Raises:
             ValueError: A tensor has a value that is not finite in 16 bits, or the GPU lacks memory.
@@ -69,7 +69,7 @@ class DeviceMemory:
         self.norms = self._put(norm_scales(config, tensors))
         self.biases = self._put(biases(config, tensors))
         self.head_norms = self._put(head_norms(config, tensors))
-        numbers = sequences * geometry.lanes_per_device * geometry.kv_lane
+        numbers = cache_count * geometry.lanes_per_device * geometry.kv_lane
         try:
             self.kv = self._zeros(numbers, torch.int16)
         except torch.OutOfMemoryError:

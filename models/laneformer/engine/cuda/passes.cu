@@ -2,14 +2,14 @@
 // behind a token of one sequence, ids of a prompt. The host says what they are, and learns the token that
 // each would be followed by.
 //
-// A launch may go on alone where each column draws the next token of a sequence: `ahead` passes more, each
+// A launch may go on alone where each column draws the next token of a sequence: `extra_passes` more, each
 // column with the token chosen for it, until it ends. One block chooses for a column, tells all blocks the
 // token and whether the column ends, and nobody begins the next pass before it knows this of all columns. The
 // host's wish to be heard comes with the best tokens of the first block, so it ends all columns, of all
 // devices, at the same pass.
 //
 // Columns of one sequence stand in the order of their positions: the block that owns a position has written its key and
-// value before it looks at those of the next column. A lane is a group of kBlocksPerLane blocks, one block a
+// value before it looks at those of the next column. A lane has kBlocksPerLane blocks, one block a
 // multiprocessor, and a layer has five exchanges inside the lane:
 //
 //     stream -> q k v -> partial attention -> (join) stream -> activation -> (join) stream
@@ -29,7 +29,7 @@ struct Pass : Block {
 
   DEVICE void start_tape() {
     uint64_t bytes;
-    tape.source = own_tape(bytes), tape.bytes = static_cast<uint32_t>(bytes), tape.rounds = p.order.ahead;
+    tape.source = own_tape(bytes), tape.bytes = static_cast<uint32_t>(bytes), tape.rounds = p.order.extra_passes;
     tape.start();
   }
 
@@ -55,7 +55,7 @@ struct Pass : Block {
   DEVICE void choose() {
     if (!chooses()) return;
     const float bits = choice();
-    if (step() < p.order.ahead)
+    if (step() < p.order.extra_passes)
       for (int d = thread_index(); d < DEVICES; d += kThreads) store_word(inbox(d) + kChoiceAt, bits, token_epoch + 1);
     tell(bits);
   }
@@ -93,9 +93,9 @@ struct Pass : Block {
 #pragma unroll 1
     for (token_epoch = p.order.epoch;; ++token_epoch) {
       run_pass();
-      if (step() == p.order.ahead || !goes_on()) break;
+      if (step() == p.order.extra_passes || !goes_on()) break;
     }
-    tape.finish(p.order.ahead - step());
+    tape.finish(p.order.extra_passes - step());
   }
 };
 

@@ -41,8 +41,8 @@ LATE_S = 1.0  # a kernel that gives up a wait by itself says who waited for what
 LAUNCH_S = 1.0  # of a launch at most: the driver of a GPU with a display ends one after 2 s or more
 
 
-def sequences_in(free_bytes: int, geometry: Geometry, cache_bytes: int | None) -> int:
-    """Return the KV capacity in sequences, of device memory with `free_bytes` before any allocation.
+def count_caches(free_bytes: int, geometry: Geometry, cache_bytes: int | None) -> int:
+    """Return how many KV caches fit, given `free_bytes` of device memory before any allocation.
 
     Raises:
         ValueError: The columns alone do not fit.
@@ -68,22 +68,22 @@ def sequences_in(free_bytes: int, geometry: Geometry, cache_bytes: int | None) -
 def fit_builds(
     builds: list[Geometry], free_bytes: int, cache_bytes: int | None
 ) -> tuple[list[Geometry], int]:
-    """Return the builds whose columns fit, and the KV capacity in sequences."""
+    """Return the builds whose columns fit, and how many KV caches fit."""
     while len(builds) > 1:
         with contextlib.suppress(ValueError):
-            return builds, sequences_in(free_bytes, builds[-1], cache_bytes)
+            return builds, count_caches(free_bytes, builds[-1], cache_bytes)
         builds = builds[:-1]
-    return builds, sequences_in(free_bytes, builds[-1], cache_bytes)
+    return builds, count_caches(free_bytes, builds[-1], cache_bytes)
 
 
-class PassDecoder:
+class PassRunner:
     """Hold the weights as tiles on the GPUs and run passes over them.
 
     Attributes:
         geometry: Of the build with the most columns.
         columns, sequences: Most of them in a pass.
         unread: Prompt ids that columns may read; PyTorch reads longer prompts.
-        ahead: Further tokens of each column that a call of `run` may make.
+        extra_passes: Further tokens of each column that a call of `run` may make.
     """
 
     version = "passes"
@@ -115,18 +115,18 @@ class PassDecoder:
         shape: Any = {"devices": len(devices), "half": half_of(tensors)}
         builds = plan_builds(config, dtype, machine, self.version, **shape)
         free = min(torch.cuda.mem_get_info(device)[0] for device in self.devices) // self._sharing
-        self.builds, sequences = fit_builds(builds, free, cache_bytes)
+        self.builds, cache_count = fit_builds(builds, free, cache_bytes)
         self.geometry = self.builds[-1]
         connect(self.devices)
         self._load()
         self._streams = [torch.cuda.Stream(device) for device in self.devices]
         self._hold(
             [
-                DeviceMemory(self.geometry, tensors, i, d, sequences)
+                DeviceMemory(self.geometry, tensors, i, d, cache_count)
                 for i, d in enumerate(self.devices)
             ]
         )
-        self.ahead = self._passes_that_follow()
+        self.extra_passes = self._passes_that_follow()
 
     def _load(self) -> None:
         shared = self._sharing > 1
@@ -141,7 +141,7 @@ class PassDecoder:
     def _hold(self, memories: list[DeviceMemory]) -> None:
         self.memories, self.caches, self.passes = memories, Caches(memories), 0
         self.columns = self.sequences = self.geometry.columns
-        self.unread, self.ahead = COLUMN_TOKENS * self.columns, PASSES_PER_LAUNCH - 1
+        self.unread, self.extra_passes = COLUMN_TOKENS * self.columns, PASSES_PER_LAUNCH - 1
 
     def _passes_that_follow(self) -> int:
         """Return how many further passes a launch may make, after a test of the kernels.
@@ -191,26 +191,28 @@ class PassDecoder:
     def run(
         self,
         columns: Sequence[Column],
-        ahead: int = 0,
+        extra_passes: int = 0,
         logits: torch.Tensor | None = None,
         look: Look | None = None,
     ) -> list[list[int]]:
-        """Return the next token of each column, then up to `ahead` further rows of tokens.
+        """Return the next token of each column, then up to `extra_passes` further rows of tokens.
 
         Args:
             logits: float32 (columns, V) on the device, filled with those of the first row.
             look: Called with the tokens so far; True ends the launch.
 
         Raises:
-            ValueError: `ahead` with logits, or with two columns of one sequence.
+            ValueError: `extra_passes` with logits, or with two columns of one sequence.
             RequestFailed: A launch hung.
         """
-        if ahead and (logits is not None or len({c.sequence for c in columns}) < len(columns)):
+        if extra_passes and (
+            logits is not None or len({c.sequence for c in columns}) < len(columns)
+        ):
             raise ValueError(
-                "passes ahead are of one column a sequence, without logits, which are the host's affair after each "
-                "pass; use ahead = 0"
+                "extra passes are of one column a sequence, without logits, which are the host's affair after each "
+                "pass; use extra_passes = 0"
             )
-        memory, ahead_passes = self.memories[0], min(ahead, len(self.memories[0].picks) - 1)
+        memory, ahead_passes = self.memories[0], min(extra_passes, len(self.memories[0].picks) - 1)
         if memory.epoch + ahead_passes > LAST_EPOCH // self.config.num_hidden_layers:
             self._reset_words()
         first_epoch, arguments = memory.epoch, self._arguments(columns, ahead_passes, logits)
@@ -246,19 +248,19 @@ class PassDecoder:
             memory.reset_words()
 
     def _arguments(
-        self, columns: Sequence[Column], ahead: int, logits: torch.Tensor | None
+        self, columns: Sequence[Column], extra_passes: int, logits: torch.Tensor | None
     ) -> list[ctypes.Structure]:
         inboxes, arguments = [memory.inbox for memory in self.memories], []
         for memory in self.memories:
             argument = memory.arguments(inboxes, self.limit_s)
             order = argument.order
             order.column_count, order.columns[: len(columns)] = len(columns), columns
-            order.epoch, order.ahead = memory.epoch, ahead
+            order.epoch, order.extra_passes = memory.epoch, extra_passes
             order.logits = None if logits is None else logits.data_ptr()
             arguments.append(argument)
             memory.cancel.zero_()
             # whatever becomes of these passes, no others use their epochs
-            memory.epoch += 1 + ahead
+            memory.epoch += 1 + extra_passes
         return arguments
 
     def _launch(self, arguments: Sequence[Any]) -> None:

@@ -11,7 +11,7 @@ MAX_COLUMNS = 8  # of one pass: what a matrix-multiply instruction has
 MAX_STOPS = 16
 # at most, of columns that draw (passes.cu); unproven on a GPU: the driver beside such a kernel
 PASSES_PER_LAUNCH = 16
-ENDS = 1 << 30  # in the word of a chosen token: its column ends with it (passes.cu: kEnds)
+ENDS = 1 << 30  # in the word of a chosen token: its column ends with it (block.cuh: kEnds)
 TOKEN_BITS = ENDS - 1
 WEIGHTS = ("tapes", "tape_at", "scales", "embedding", "norms", "rope", "kv", "biases", "head_norms")
 EXCHANGES = (
@@ -49,7 +49,7 @@ class Order(ctypes.Structure):
         ("logits", ctypes.c_void_p),
         ("epoch", ctypes.c_uint32),
         ("column_count", ctypes.c_int),
-        ("ahead", ctypes.c_int),
+        ("extra_passes", ctypes.c_int),
         ("columns", Column * MAX_COLUMNS),
     ]
 

@@ -1,5 +1,4 @@
-// A schedule whose executor is Python: one thread asks for passes, and sleeps here, without the GIL, while
-// there is none.
+// A schedule whose executor is Python: one thread asks for passes, and sleeps here, without the GIL, between them.
 #include "bindings.h"
 
 #include <condition_variable>
@@ -21,7 +20,7 @@ class HostSchedule {
   void leave_all() { schedule_.leave_all(); }
   void expect_loaded() const {}
 
-  // Until there is something to run; false after `close`.
+  // Waits until there is something to run; returns false after `close`.
   bool wait() {
     std::unique_lock lock(mutex_);
     changed_.wait(lock, [&] { return woken_ || closed_; });
@@ -29,7 +28,7 @@ class HostSchedule {
   }
   void close() { wake(true); }
 
-  // `given`: of the pass that this has returned last.
+  // `given` holds the results of the pass that this returned last.
   const Pass* next(const PassResult& given) {
     last_ = schedule_.next(last_ ? &given : nullptr);
     schedule_.tell_news();
@@ -40,11 +39,11 @@ class HostSchedule {
     return *last_;
   }
   void expect(const PassResult& given, size_t picked, size_t rows) const {
-    if (!last_ || given.refused >= 0 || given.error || last_->piece) return;
+    if (!last_ || given.refused >= 0 || given.error || last_->chunk_tokens) return;
     const size_t columns = last_->columns;
-    if (given.passes < 1 || given.passes > 1 + last_->ahead || (limits_.picks && picked < given.passes * columns))
+    if (given.passes < 1 || given.passes > 1 + last_->extra_passes || (limits_.picks && picked < given.passes * columns))
       throw std::invalid_argument("picked: a row of the columns' tokens for each pass, as many as may have been made");
-    if (rows < size_t(last_->head_columns) || (rows && given.stride != size_t(limits_.vocab)))
+    if (rows < size_t(last_->logit_columns) || (rows && given.stride != size_t(limits_.vocab)))
       throw std::invalid_argument("logits: a row of the vocabulary for each column that needs them");
     for (size_t i = 0; i < picked; ++i)
       if (given.picked[i] < (i < columns ? 0 : -1) || given.picked[i] >= limits_.vocab)
@@ -79,13 +78,13 @@ const Pass* next(HostSchedule& host, std::optional<IdArray> picked, std::optiona
   return host.next(given);
 }
 
-void score(HostSchedule& host, int position, Floats logprobs, IdArray ids, Floats tops) {
-  const size_t count = logprobs.size(), top = host.schedule().piece(host.last()).top;
+void score_chunk(HostSchedule& host, int position, Floats logprobs, IdArray ids, Floats tops) {
+  const size_t count = logprobs.size(), top = host.schedule().prompt_chunk(host.last()).top;
   if (ids.size() != count * top || tops.size() != count * top) throw std::invalid_argument("scores of another number");
-  host.schedule().score(host.last(), position, count, logprobs.data(), ids.data(), tops.data());
+  host.schedule().score_chunk(host.last(), position, count, logprobs.data(), ids.data(), tops.data());
 }
 
-// For tests: a drafter with past outputs of its own.
+// A drafter with past outputs of its own, for tests.
 struct OneDrafter {
   OneDrafter(std::vector<int> prediction, std::vector<int> prompt, std::vector<std::vector<int>> outputs)
       : drafter(prediction, prompt, &past) {
@@ -129,8 +128,8 @@ void bind_schedule(nb::module_& m, double (*log_sum_exp)(const float* x, int n))
         new (self) Limits{.vocab = vocab, .context = context, .log_sum_exp = log_sum_exp};
       }, "vocab"_a, "context"_a)
       .def_rw("columns", &Limits::columns).def_rw("sequences", &Limits::sequences).def_rw("paced", &Limits::paced)
-      .def_rw("picks", &Limits::picks).def_rw("piece", &Limits::piece).def_rw("unread", &Limits::unread)
-      .def_rw("ahead", &Limits::ahead);
+      .def_rw("picks", &Limits::picks).def_rw("max_chunk_tokens", &Limits::max_chunk_tokens).def_rw("unread", &Limits::unread)
+      .def_rw("extra_passes", &Limits::extra_passes);
   nb::class_<KvShape>(m, "KvShape")
       .def("__init__", [](KvShape* self, int context, int caches, int ring, int back) {
         new (self) KvShape{.context = context, .page = context, .caches = caches, .ring = ring, .back = back};
@@ -143,18 +142,18 @@ void bind_schedule(nb::module_& m, double (*log_sum_exp)(const float* x, int n))
   nb::class_<KvOp>(m, "KvOp")
       .def_ro("kind", &KvOp::kind).def_ro("cache", &KvOp::cache).def_ro("source", &KvOp::from).def_ro("end", &KvOp::end);
   nb::class_<Draw>(m, "Draw")
-      .def_prop_ro("rule", [](const Draw& d) { return nb::bytes(&d.rule, sizeof d.rule); })  // decoder.py's Sampling
+      .def_prop_ro("rule", [](const Draw& d) { return nb::bytes(&d.rule, sizeof d.rule); })  // ../sampling.py's Sampling
       .def_prop_ro("stops", [](const Draw& d) { return std::vector<int>(d.stops, d.stops + d.stop_count); });
   nb::class_<Pass>(m, "Pass")  // stands until `next` is called again
-      .def_ro("piece", &Pass::piece).def_ro("ahead", &Pass::ahead)
+      .def_ro("chunk_tokens", &Pass::chunk_tokens).def_ro("extra_passes", &Pass::extra_passes)
       .def_prop_ro("columns", [](const Pass& p) { return std::vector<Column>(p.column, p.column + p.columns); })
-      .def_prop_ro("start", [](const Pass& p) { return p.column[0]; })  // of a piece
-      .def_prop_ro("head", [](const Pass& p) { return std::vector<int>(p.head, p.head + p.head_columns); })
+      .def_prop_ro("start", [](const Pass& p) { return p.column[0]; })  // where a chunk begins
+      .def_prop_ro("logit_columns", [](const Pass& p) { return std::vector<int>(p.logit_column, p.logit_column + p.logit_columns); })
       .def_prop_ro("ops", [](const Pass& p) { return std::vector<KvOp>(p.op, p.op + p.ops); })
       .def("draw", [](const Pass& p, int sequence) { return p.draw[sequence]; }, "sequence"_a);
-  nb::class_<Schedule::Piece>(m, "Piece")
-      .def_ro("ids", &Schedule::Piece::ids).def_ro("first_row", &Schedule::Piece::first_row)
-      .def_ro("top", &Schedule::Piece::top).def_ro("keeps_logits", &Schedule::Piece::keeps_logits);
+  nb::class_<Schedule::PromptChunk>(m, "PromptChunk")
+      .def_ro("ids", &Schedule::PromptChunk::ids).def_ro("first_row", &Schedule::PromptChunk::first_row)
+      .def_ro("top", &Schedule::PromptChunk::top).def_ro("keeps_logits", &Schedule::PromptChunk::keeps_logits);
   nb::class_<HostSchedule> schedule(m, "Schedule");
   bind_requests(schedule);
   schedule.def(nb::init<const Limits&, const KvShape&>(), "limits"_a, "shape"_a)
@@ -163,8 +162,8 @@ void bind_schedule(nb::module_& m, double (*log_sum_exp)(const float* x, int n))
       .def("next", &next, "picked"_a = nb::none(), "logits"_a = nb::none(), "refused"_a = -1, "error"_a = nb::none(),
            nb::rv_policy::reference)
       .def("interrupts", [](HostSchedule& h) { return h.schedule().interrupts(); })
-      .def("piece", [](HostSchedule& h) { return h.schedule().piece(h.last()); })
-      .def("score", &score, "position"_a, "logprobs"_a, "ids"_a, "tops"_a)
+      .def("prompt_chunk", [](HostSchedule& h) { return h.schedule().prompt_chunk(h.last()); })
+      .def("score_chunk", &score_chunk, "position"_a, "logprobs"_a, "ids"_a, "tops"_a)
       .def("keep_logits", [](HostSchedule& h, int position, Floats rows) {
         h.schedule().keep_logits(h.last(), position, rows.shape(0), rows.data());
       }, "position"_a, "rows"_a)

@@ -29,7 +29,7 @@ nb::ndarray<nb::numpy, T, nb::ndim<1>> to_numpy(std::vector<T> values) {
 inline SamplingOptions sampling_from(nb::handle r) {
   const auto number = [&](const char* name) { return nb::cast<double>(r.attr(name)); };
   SamplingOptions s;
-  const nb::object sampling = r.attr("sampling");  // decoder.py's Sampling is this very structure
+  const nb::object sampling = r.attr("sampling");  // ../sampling.py's Sampling is this very structure
   const nb::bytes draw{nb::handle(sampling)};
   if (draw.size() != sizeof s.draw) throw std::invalid_argument("sampling is not a Sampling");
   std::memcpy(&s.draw, draw.data(), sizeof s.draw);
@@ -43,7 +43,7 @@ inline SamplingOptions sampling_from(nb::handle r) {
 
 }  // namespace laneformer
 
-// From decoder.py's Request, field by field; a field that is missing, or of another type, is a TypeError.
+// Reads decoder.py's Request, field by field; a field that is missing, or of another type, is a TypeError.
 template <>
 struct nanobind::detail::type_caster<laneformer::Request> {
   NB_TYPE_CASTER(laneformer::Request, const_name("Request"))
@@ -65,7 +65,7 @@ struct nanobind::detail::type_caster<laneformer::Request> {
 
 namespace laneformer {
 
-// Log-probabilities, best ids, and theirs, flat.
+// Returns log-probabilities, the likeliest ids, and theirs, flat.
 inline nb::tuple as_tuple(Scores s) {
   return nb::make_tuple(to_numpy(std::move(s.logprobs)), to_numpy(std::move(s.top_ids)),
                         to_numpy(std::move(s.top_logprobs)));
@@ -83,7 +83,7 @@ nb::object or_none(std::vector<T> values) {
   return values.empty() ? nb::none() : nb::cast(to_numpy(std::move(values)));
 }
 
-// What decoder.py's Collected holds beside tokens and scores.
+// Returns the fields of decoder.py's Ended.
 inline nb::tuple as_tuple(Ended& ended) {
   const nb::handle kind = ended.fault == Fault::overflow   ? PyExc_OverflowError
                           : ended.fault == Fault::executor ? PyExc_RuntimeError
@@ -94,7 +94,7 @@ inline nb::tuple as_tuple(Ended& ended) {
                         or_none(std::move(ended.timings.token_s)));
 }
 
-// The fields of decoder.py's Collected, of each request.
+// Returns the fields of decoder.py's Collected for each request with news.
 inline nb::list collect(Schedule& schedule, double timeout_s) {
   std::vector<News> all;
   {
@@ -110,20 +110,19 @@ inline nb::list collect(Schedule& schedule, double timeout_s) {
   return found;
 }
 
-// For tests: of each draft since the last call the ids before it, how many of them are drafts, and its logits
-// by id.
+// For tests: returns for each draft since the last call the ids before it, how many of these are drafts, and its logits.
 inline nb::list recorded_drafts(Schedule& schedule) {
   nb::list found;
-  if (schedule.running() || !schedule.model_drafts()) return found;
-  for (auto& drawn : schedule.model_drafts()->recorded())
+  if (schedule.running() || !schedule.pass_drafter()) return found;
+  for (auto& drawn : schedule.pass_drafter()->recorded())
     found.append(nb::make_tuple(drawn.ids, drawn.drafts, to_numpy(std::move(drawn.logits))));
-  schedule.model_drafts()->record();
+  schedule.pass_drafter()->record();
   return found;
 }
 
 using Mask = nb::ndarray<const uint32_t, nb::ndim<1>, nb::c_contig>;
 
-// Of an owner: `schedule`, and `leave`, `leave_all` and `expect_loaded` of its own.
+// Binds the calls about requests; an Owner has `schedule`, `leave`, `leave_all` and `expect_loaded`.
 template <class Owner>
 void bind_requests(nb::class_<Owner>& owner) {
   using namespace nb::literals;
@@ -146,7 +145,7 @@ void bind_requests(nb::class_<Owner>& owner) {
       .def("statistics", [](Owner& o) { return as_dict(o.schedule().statistics()); });
 }
 
-// The schedule for an executor in Python, and what it reads of a pass.
+// Binds the schedule for an executor in Python, and what it reads of a pass.
 void bind_schedule(nb::module_& m, double (*log_sum_exp)(const float* x, int n));
 
 }  // namespace laneformer

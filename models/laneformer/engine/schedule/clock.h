@@ -2,6 +2,6 @@
 
 namespace laneformer {
 
-double now_s();  // of a clock that only goes forward
+double now_s();  // seconds of a clock that only goes forward
 
 }  // namespace laneformer

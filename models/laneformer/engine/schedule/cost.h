@@ -7,13 +7,13 @@
 
 namespace laneformer {
 
-constexpr double kLeastGain = 1.03;  // of drafts over a pass without
+constexpr double kLeastGain = 1.03;  // the speedup below which a pass runs without drafts
 
 class Cost {
  public:
   Cost() { interpolate(); }
 
-  // In seconds, or where nothing was measured yet in passes of one column.
+  // The cost is in seconds, or, before anything was measured, in passes of one column.
   double of(int columns) const {
     return columns <= kKnown ? table_[columns] : table_[kKnown] * columns / kKnown;
   }
@@ -21,13 +21,13 @@ class Cost {
   bool measured() const { return measured_; }
   bool fixed() const { return fixed_; }
 
-  // From now on a pass of n columns costs 1 + each (n - 1): for tests, which want the same drafts again.
+  // Fixes the cost of a pass of n columns to 1 + each (n - 1), for tests, which want the same drafts again.
   void fix(double each) {
     for (int c = 1; c <= kKnown; ++c) table_[c] = 1.0 + each * (c - 1);
     fixed_ = true;
   }
 
-  // Of sequences that decode alone.
+  // Learns from a pass in which sequences decode and no prompt is read.
   void passed(int columns, double seconds) {
     ++passes_;
     if (columns < 1 || columns > kKnown || fixed_) return;
@@ -42,13 +42,13 @@ class Cost {
  private:
   static constexpr int kKnown = 32;
   static constexpr int kRemembered = 8;
-  static constexpr uint64_t kStale = 512;  // passes, after which a measurement counts no more
-  static constexpr double kLongest = 2.0;
-  // Before there is a measurement: as bf16 weights cost on a CPU, which is less than others do.
+  static constexpr uint64_t kStale = 512;  // passes after which a measurement no longer counts
+  static constexpr double kLongest = 2.0;  // a pass counts for at most so many times the known cost
+  // The guess before there is a measurement: what bf16 weights cost on a CPU, which is less than others do.
   static double first(int columns) { return 1.0 + 0.06 * (columns - 1); }
 
   void interpolate() {
-    int below = 0;  // the last measured one
+    int below = 0;  // the last count of columns with a measurement
     for (int c = 1; c <= kKnown; ++c) {
       if (!(seconds_[c] > 0.0) || passes_ - seen_[c] >= kStale) continue;
       for (int i = below + 1; i <= c; ++i)

@@ -4,7 +4,7 @@
 
 namespace laneformer {
 
-struct Rate {  // of drafts of one kind that were right; old ones count less
+struct Rate {  // how many drafts of one kind were right; old ones count less
   double right, tried;
 
   void learn(bool was_right) {
@@ -12,21 +12,21 @@ struct Rate {  // of drafts of one kind that were right; old ones count less
     const double kept = tried >= kMostTried ? 1.0 - 1.0 / kMostTried : 1.0;
     right = right * kept + was_right, tried = tried * kept + 1.0;
   }
-  // Where none was tried: back to what it was at first, so that one is tried again one day.
+  // Moves back towards the first rate where none was tried, so that a draft is tried again one day.
   void forget(const Rate& first) {
     constexpr double kForgotten = 0.01;
     right += (first.right - right) * kForgotten, tried += (first.tried - tried) * kForgotten;
   }
 };
 
-class Drafter {  // one a sequence
+class Drafter {  // each sequence has one of its own
  public:
   virtual ~Drafter() = default;
   virtual void extend(int id) = 0;  // the text has grown by this id
-  // Up to `most` ids that may follow, appended to `drafts`; odds[i]: that the first i + 1 of them are all
-  // right.
+  // Appends up to `most` ids that may follow to `drafts`; odds[i]: the odds that the first i + 1 are all right.
   virtual void propose(int most, std::vector<int>& drafts, std::vector<double>& odds) = 0;
-  virtual void verified(int drafts, int right) = 0;  // of the last proposal's first `drafts`; none: it was not tried
+  // Of the last proposal the first `drafts` ids were tried (0: none), and the first `right` of these were right.
+  virtual void verified(int drafts, int right) = 0;
 };
 
 }  // namespace laneformer

@@ -8,7 +8,7 @@
 
 namespace laneformer {
 
-// Of an output that is known: draft i is right with odds acceptance[i], where those before it were.
+// Drafts a known output: draft i is right with probability acceptance[i], if those before it are.
 class ForcedDrafter : public Drafter {
  public:
   ForcedDrafter(std::vector<double> acceptance, std::vector<int> output)

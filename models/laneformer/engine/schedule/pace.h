@@ -13,8 +13,7 @@ namespace laneformer {
 
 class Pace {
  public:
-  // Of prompts, in the next pass beside sequences that decode; now and then none, to see what the usual time
-  // is.
+  // Returns how many prompt columns the next pass may hold; now and then none, to measure the usual time again.
   int columns() const { return usual_s_ == 0.0 || since_usual_ >= kMeasureEvery ? 0 : static_cast<int>(columns_); }
 
   // A pass of sequences that decode, and so many columns of prompts, took this long.

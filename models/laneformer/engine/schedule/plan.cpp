@@ -1,51 +1,53 @@
-// What a pass holds; and pieces of prompts, which it may be instead.
+// Plans what a pass holds: columns, or a chunk of a prompt.
 #include <algorithm>
-#include <cstring>
-#include <stdexcept>
 
 #include "schedule.h"
 
 namespace laneformer {
 
 namespace {
-constexpr int kAheadOfDrafts = 3;  // passes, after which a drafter is asked again
+constexpr int kExtraPassesWithDrafter = 3;  // after so many a drafter is asked again
 }  // namespace
 
-// Learns from the last pass; drafts that need none of a model's passes.
+// Begins a round: the draft passes, if any, and the model's pass that verifies them. Learns from the model's last pass,
+// and proposes the drafts that need no pass.
 void Schedule::begin_round() {
   round_began_s_ = now_s();
-  const double seconds = (round_began_s_ - pass_began_s_) / passes_;
-  if (pass_.decoding) pace_.passed(pass_.prompt_columns, seconds);
-  if (pass_.decoding && !pass_.prompt_columns) cost_.passed(pass_.columns, seconds);
-  for (Sequence* s : running_) s->drafts.clear(), s->odds.clear(), s->columns = s->head_columns = 0;
+  const double last_pass_s = (round_began_s_ - model_pass_began_s_) / passes_;
+  if (pass_.decoding) pace_.passed(pass_.prompt_columns, last_pass_s);
+  if (pass_.decoding && !pass_.prompt_columns) cost_.passed(pass_.columns, last_pass_s);
+  for (Sequence* s : running_) {
+    s->drafts.clear(), s->odds.clear();
+    s->columns = s->logit_columns = 0;
+  }
   propose();
-  if (model_) model_->begin(running_, cost_, room());
+  if (pass_drafter_) pass_drafter_->begin(running_, cost_, room_for_drafts());
 }
 
 void Schedule::plan(Pass& pass) {
-  pass_began_s_ = now_s();
+  model_pass_began_s_ = now_s();
   if (!prefixes_.plan(pass)) return;
-  // a piece and the columns of others take turns
-  const auto reads = [](const Sequence* s) { return s->reads_pieces(); };
+  // a chunk and the columns of others take turns, so that neither waits for all of the other
+  const auto reads = [](const Sequence* s) { return s->reads_chunks(); };
   const auto reading = std::find_if(running_.begin(), running_.end(), reads);
   const bool others = std::any_of(running_.begin(), running_.end(),
-                                  [](const Sequence* s) { return !s->reads_pieces() && !s->awaits_mask; });
-  if (reading != running_.end() && !(others && pass_.piece))
-    plan_piece(pass, static_cast<int>(reading - running_.begin()));
+                                  [](const Sequence* s) { return !s->reads_chunks() && !s->awaits_mask; });
+  if (reading != running_.end() && !(others && pass_.chunk_tokens))
+    plan_chunk(pass, static_cast<int>(reading - running_.begin()));
   else
     plan_columns(pass);
 }
 
-void Schedule::plan_piece(Pass& pass, int sequence) {
+void Schedule::plan_chunk(Pass& pass, int sequence) {
   Sequence& s = *running_[sequence];
-  pass.piece = s.columns = std::min(s.pieces_end - s.position, limits_.piece);
+  pass.chunk_tokens = s.columns = std::min(s.chunks_end - s.position, limits_.max_chunk_tokens);
   pass.column[0] = {s.ids[s.position], s.position, s.cache, sequence};
   ++s.left_behind.statistics.passes;
   ++pass.number, ++total_passes_;
 }
 
-// The next id of every sequence that decodes, and draft tokens; then ids of prompts: as many as there is
-// room for, or where others wait for their next token, as their pace allows, in the order of arrival.
+// Adds the next id of every sequence that decodes, and its draft tokens; then ids of prompts in the order of arrival: as
+// many as there is room for, or, where others wait for their next token, as their pace allows.
 void Schedule::plan_columns(Pass& pass) {
   bool awaited = false;  // somebody waits for each next token
   for (const Sequence* s : running_) {
@@ -61,14 +63,14 @@ void Schedule::plan_columns(Pass& pass) {
   const int decoding_columns = pass.columns;
   const int most = std::clamp(decoding_columns + prompts, 1, most_columns);
   for (int i = 0; i < places; ++i)
-    if (!running_[i]->decodes() && !running_[i]->reads_pieces()) add_columns(pass, i, most - pass.columns);
+    if (!running_[i]->decodes() && !running_[i]->reads_chunks()) add_columns(pass, i, most - pass.columns);
   pass.prompt_columns = pass.columns - decoding_columns;
-  pass.ahead = ahead();
+  pass.extra_passes = count_extra_passes();
   ++pass.number, ++total_passes_;
 }
 
-// So many draft tokens of all sequences, the likeliest first, that a pass gives tokens the fastest; without
-// drafts where the gain is within what one pass varies from the next.
+// Keeps as many draft tokens of all sequences, the likeliest first, as give the most tokens per second, and none where
+// the gain is within what one pass varies from the next.
 void Schedule::choose_drafts() {
   int decoding = 0, proposed = 0;
   for (Sequence* s : running_)
@@ -76,7 +78,7 @@ void Schedule::choose_drafts() {
   if (!proposed) return;
   std::vector<int> chosen(running_.size(), 0), best = chosen;
   double tokens = decoding, fastest = kLeastGain * tokens / cost_.of(decoding);
-  for (int columns = decoding + 1; columns <= std::min(decoding + proposed, room()); ++columns) {
+  for (int columns = decoding + 1; columns <= std::min(decoding + proposed, room_for_drafts()); ++columns) {
     const auto next = [&](size_t i) {
       return size_t(chosen[i]) < running_[i]->odds.size() ? running_[i]->odds[chosen[i]] : 0.0;
     };
@@ -90,33 +92,36 @@ void Schedule::choose_drafts() {
   for (size_t i = 0; i < best.size(); ++i) running_[i]->drafts.resize(best[i]);
 }
 
-// Columns that drafts may take: there is still one for each other sequence.
-int Schedule::room() const {
-  int reading = 0;
-  for (const Sequence* s : running_) reading += !s->decodes() && !s->reads_pieces();
-  return limits_.columns - (limits_.columns > kMaxSequences ? kMaxSequences : reading);
+// Returns the columns that drafts leave free, so that every other sequence still gets one. A pass of many columns spares
+// one for each sequence that could run, and the number of drafts does not depend on who else runs; a GPU's few columns
+// (no more than sequences) are kept only for the prompts that are read now.
+int Schedule::reserved_columns() const {
+  if (limits_.columns > kMaxSequences) return kMaxSequences;
+  const auto reads_columns = [](const Sequence* s) { return !s->decodes() && !s->reads_chunks(); };
+  return static_cast<int>(std::count_if(running_.begin(), running_.end(), reads_columns));
 }
 
 void Schedule::propose() {
   for (Sequence* s : running_) {
-    const int most = std::min({s->request.speculate, room(), s->end - s->known() - 1});
+    const int most = std::min({s->request.speculate, room_for_drafts(), s->end - s->known() - 1});
     if (s->drafter && s->decodes() && !s->awaits_mask && most > 0) s->drafter->propose(most, s->drafts, s->odds);
   }
 }
 
-// So many passes would be of the next tokens and nothing else, whatever comes of this one.
-int Schedule::ahead() const {
+// Returns how many passes after this one would hold the next tokens and nothing else, whatever this one gives.
+int Schedule::count_extra_passes() const {
   const bool some_wait = others_wait_ && static_cast<int>(running_.size()) < limits_.sequences;
-  int most = some_wait ? 0 : limits_.ahead;
-  for (const Sequence* s : running_) {  // the end of a prompt comes first, which may be set aside
+  int most = some_wait ? 0 : limits_.extra_passes;
+  for (const Sequence* s : running_) {
+    // without a new token yet, the pass ends a prompt, and its cache may be set aside before the next one
     if (!s->picks || !s->odds.empty() || s->columns != 1 || !s->new_tokens()) return 0;
-    if (model_ && s->drafter && !s->model.off) return 0;  // it goes on from each pass's streams
-    most = std::min({most, s->drafter ? kAheadOfDrafts : most, s->end - s->known() - 1});
+    if (pass_drafter_ && s->drafter && !s->draft_state.off) return 0;  // the drafter needs each pass's streams
+    most = std::min({most, s->drafter ? kExtraPassesWithDrafter : most, s->end - s->known() - 1});
   }
   return most;
 }
 
-// A sequence's ids that have not run yet, and draft tokens after the last one.
+// Adds up to `most` of a sequence's ids that have not run yet, and draft tokens after the last one.
 void Schedule::add_columns(Pass& pass, int sequence, int most) {
   Sequence& s = *running_[sequence];
   const Request& request = s.request;
@@ -125,53 +130,24 @@ void Schedule::add_columns(Pass& pass, int sequence, int most) {
   const bool draws = !request.scores() && s.position + run == known;
   s.columns = run + static_cast<int>(s.drafts.size());
   s.first_column = pass.columns;
-  s.first_row = s.picks ? pass.columns + run - 1 : pass.head_columns;
+  s.first_row = s.picks ? pass.columns + run - 1 : pass.logit_columns;
   s.left_behind.statistics.proposed += s.columns - run;
   ++s.left_behind.statistics.passes;
   for (int c = 0; c < s.columns; ++c) {
     const int position = s.position + c;
-    if (request.scores() ? position + 1 >= request.score_from || request.keep_logits : draws && c >= run - 1) {
-      if (!s.picks) pass.head[pass.head_columns++] = static_cast<int16_t>(pass.columns);
-      ++s.head_columns;
+    const bool scored = request.keep_logits || position + 1 >= request.score_from;
+    if (request.scores() ? scored : draws && c >= run - 1) {
+      if (!s.picks) pass.logit_column[pass.logit_columns++] = static_cast<int16_t>(pass.columns);
+      ++s.logit_columns;
     }
     pass.column[pass.columns++] = {c < run ? s.ids[position] : s.drafts[c - run], position, s.cache, sequence};
   }
-  pass.scores |= request.scores() && s.head_columns;
+  pass.scores |= request.scores() && s.logit_columns;
   pass.keeps |= !request.keep_partials.empty();
   if (!s.picks) return;
   const std::vector<int>& stops = request.sampling.stop_ids;
   Draw& draw = pass.draw[sequence] = {request.sampling.draw, static_cast<int>(stops.size()), {}};
   std::copy(stops.begin(), stops.end(), draw.stops);
-}
-
-// --- pieces -----------------------------------------------------------------------------------------------------
-
-Schedule::Piece Schedule::piece(const Pass& pass) const {
-  const Sequence& s = *running_[pass.column[0].sequence];
-  const Request& request = s.request;
-  const auto begin = s.ids.begin() + s.position;
-  const int count = std::min(pass.piece + 1, s.prompt_length - s.position);
-  const int first = !request.scores() ? s.end : request.keep_logits ? 0 : request.score_from - 1;
-  return {{begin, begin + count}, std::max(first, s.position), std::max(0, request.top_logprobs), request.keep_logits};
-}
-
-void Schedule::score(const Pass& pass, int position, size_t count, const float* logprobs, const int* ids,
-                     const float* tops) {
-  Scores& scores = running_[pass.column[0].sequence]->scores;
-  const int from = running_[pass.column[0].sequence]->request.score_from;
-  if (position + 1 < from || position + 1 - from + count > scores.logprobs.size())
-    throw std::invalid_argument("positions that are not scored");
-  const size_t at = position + 1 - from;
-  std::copy(logprobs, logprobs + count, scores.logprobs.begin() + at);
-  std::copy(ids, ids + count * scores.top, scores.top_ids.begin() + at * scores.top);
-  std::copy(tops, tops + count * scores.top, scores.top_logprobs.begin() + at * scores.top);
-}
-
-void Schedule::keep_logits(const Pass& pass, int position, size_t count, const float* rows) {
-  std::vector<float>& logits = running_[pass.column[0].sequence]->left_behind.logits;
-  if (position < 0 || (position + count) * limits_.vocab > logits.size())
-    throw std::invalid_argument("positions whose logits are not kept");
-  std::memcpy(logits.data() + size_t(position) * limits_.vocab, rows, count * limits_.vocab * sizeof(float));
 }
 
 }  // namespace laneformer

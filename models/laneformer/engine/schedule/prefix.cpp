@@ -8,8 +8,8 @@
 namespace laneformer {
 
 namespace {
-constexpr int kRevised = kPassColumns;  // so few lost ids are worth no cache of their own
-constexpr int kMostStarts = 32;    // of a cache
+constexpr int kRevised = kPassColumns;  // so few overwritten ids are worth no cache of their own
+constexpr int kMostStarts = 32;    // the most starts that a cache remembers
 constexpr int kWorthWaiting = 16;  // positions: about as many as a pass reads in the time that it takes anyway
 
 int common(const std::vector<int>& a, const std::vector<int>& b, int most) {
@@ -30,46 +30,63 @@ bool Prefixes::awaits(const std::vector<int>& ids, int max_reusable) const {
   return later && later >= find(ids, max_reusable).position + kWorthWaiting;
 }
 
-// A sequence goes on in the cache that it continues, or whose last turn it revises, unless it shares less
-// than it would overwrite. Else it takes what it shares into a cache of its own, and the other stays as it
-// is.
+// A sequence goes on in a cache that it continues or revises. Else it copies what it shares into a cache of its own, and
+// the other stays as it is, for whoever goes on there.
 Prefixes::Start Prefixes::begin(const std::vector<int>& ids, int max_reusable) {
   std::lock_guard lock(mutex_);
   const Found found = find(ids, max_reusable);
-  const int source = found.cache, position = found.position;
   const size_t wanted = bytes_of(static_cast<int>(ids.size()));
-  const bool being_saved = source == saving_ && source >= 0;  // it may grow
-  bool stays = source >= 0 && !caches_[source].in_use &&
-               !(being_saved && position < static_cast<int>(caches_[source].ids.size()));
-  if (stays) {
-    // a copy costs little where memory for it is there anyway, as on a GPU
-    const bool revises = shape_.ring ? !found.lost
-                                     : found.lost <= kRevised ||
-                                           (position >= caches_[source].turn && found.lost <= position);
-    stays = revises || unyielding(source) + wanted > limit_ || !has_other(source);
-  }
-  make_room(wanted - std::min(wanted, stays ? bytes_of(caches_[source].written) : 0), source);
-  const int index = stays ? source : add(source);
+  const bool in_place = starts_in_place(found, wanted);
+  make_room(wanted - std::min(wanted, in_place ? bytes_of(caches_[found.cache].written) : 0), found.cache);
+  const int index = in_place ? found.cache : add(found.cache);
+  if (in_place)
+    start_in_place(found);
+  else if (found.position)
+    start_from_copy(index, found);
   Cache& cache = caches_[index];
-  if (stays) {
-    if (being_saved) leaving_ = false;
-    cache.turn = found.lost <= kRevised ? position : std::min(cache.turn, position);
-    truncate(index, position);
-  } else if (position) {
-    ops_.push_back({KvOp::copy, false, int16_t(index), int16_t(source), 0, position});
-    add_start(caches_[source], position);
-    for (int page = 0; shape_.window && shape_.page * (page + 1) <= position - shape_.window + 1; ++page) drop(cache, page, true);
-    cache.written = shape_.ring ? caches_[source].written : position;  // a ring is copied as it is
-    cache.turn = position;
-    cache.saved = std::min(caches_[source].saved, position);
-  }
-  cache.ids.assign(ids.begin(), ids.begin() + position);
+  cache.ids.assign(ids.begin(), ids.begin() + found.position);
   cache.ids.reserve(shape_.context);
   cache.prompt = ids;
-  for (const int start : {position, found.shared, max_reusable}) add_start(cache, start);
+  for (const int start : {found.position, found.shared, max_reusable}) add_start(cache, start);
   cache.last_used = ++sequences_;
   cache.in_use = true;
-  return {index, position};
+  return {index, found.position};
+}
+
+// Whether the sequence overwrites what it does not share: it revises the cache, or there is no room for a copy.
+bool Prefixes::starts_in_place(const Found& found, size_t wanted) const {
+  if (found.cache < 0 || caches_[found.cache].in_use) return false;
+  // while a file is written from a cache, it may grow, but nothing of it may be overwritten
+  if (found.cache == saving_ && found.position < static_cast<int>(caches_[found.cache].ids.size())) return false;
+  return revises(found) || unyielding(found.cache) + wanted > limit_ || !has_other(found.cache);
+}
+
+// Whether a sequence continues the cache, as the next message of a conversation does, which overwrites at most kRevised
+// ids; or writes the last turn anew, as another answer to the same message does, and shares more than it overwrites. A
+// conversation that parts before its last turn, or shares only a short system prompt, does neither.
+bool Prefixes::revises(const Found& found) const {
+  if (shape_.ring) return !found.lost;  // as on a GPU, where memory for a copy is there anyway and it costs little
+  const bool in_last_turn = found.position >= caches_[found.cache].turn;
+  return found.lost <= kRevised || (in_last_turn && found.lost <= found.position);
+}
+
+void Prefixes::start_in_place(const Found& found) {
+  if (found.cache == saving_) leaving_ = false;
+  Cache& cache = caches_[found.cache];
+  cache.turn = found.lost <= kRevised ? found.position : std::min(cache.turn, found.position);
+  truncate(found.cache, found.position);
+}
+
+void Prefixes::start_from_copy(int index, const Found& found) {
+  Cache &cache = caches_[index], &source = caches_[found.cache];
+  const int position = found.position;
+  ops_.push_back({KvOp::copy, false, int16_t(index), int16_t(found.cache), 0, position});
+  add_start(source, position);
+  const int unseen = position - shape_.window + 1;  // positions that no window reaches any more are not copied
+  for (int page = 0; shape_.window && shape_.page * (page + 1) <= unseen; ++page) drop(cache, page, true);
+  cache.written = shape_.ring ? source.written : position;  // a ring is copied as it is
+  cache.turn = position;
+  cache.saved = std::min(source.saved, position);
 }
 
 void Prefixes::ran(int index, const std::vector<int>& ids, int position, int written) {
@@ -103,7 +120,7 @@ void Prefixes::forget(int index) {
   truncate(index, 0);
 }
 
-// Where in which cache the sequence may start the latest; of several, where it overwrites the least.
+// Returns in which cache the sequence may start the latest, and where; of several, the one of which it overwrites least.
 Prefixes::Found Prefixes::find(const std::vector<int>& ids, int most) const {
   Found best;
   for (int i = 0; i < static_cast<int>(caches_.size()); ++i) {
@@ -117,7 +134,7 @@ Prefixes::Found Prefixes::find(const std::vector<int>& ids, int most) const {
   return best;
 }
 
-// The latest position, but not after `shared`, whose windows are still there.
+// Returns the latest position, but not after `shared`, before which all windows are still there.
 int Prefixes::start_in(const Cache& cache, int shared) const {
   if (shape_.ring) return cache.written <= shape_.ring || cache.written - shared <= shape_.back ? shared : 0;
   return start_among(cache.dropped, shared);
@@ -137,10 +154,10 @@ void Prefixes::add_start(Cache& cache, int position) {
   const auto at = std::lower_bound(starts.begin(), starts.end(), position);
   if (position <= 0 || (at != starts.end() && *at == position)) return;
   starts.insert(at, position);
-  if (starts.size() > kMostStarts) starts.erase(starts.begin() + 1);  // the first one may be of many conversations
+  if (starts.size() > kMostStarts) starts.erase(starts.begin() + 1);  // the first one may be shared by many conversations
 }
 
-// Positions from `position` on will be written anew; it is not inside of a page that was dropped.
+// Forgets all from `position` on, which will be written anew; it is not inside of a page that was dropped.
 void Prefixes::truncate(int index, int position) {
   Cache& cache = caches_[index];
   const int before = cache.pages_dropped;
@@ -172,10 +189,10 @@ void Prefixes::done(int ops) {
   ops_.erase(ops_.begin(), ops_.begin() + ops);
 }
 
-bool Prefixes::refused() {
+bool Prefixes::retry_without_one_cache() {
   std::lock_guard lock(mutex_);
   const int index = ops_.front().cache;
-  if (give_up_cache(-1)) {  // before it is opened again
+  if (give_up_cache(-1)) {  // it is closed first, and then the refused operation comes again
     std::rotate(ops_.begin(), ops_.end() - 1, ops_.end());
     return true;
   }
@@ -192,7 +209,7 @@ std::string Prefixes::refusal() const {
 
 // --- memory -----------------------------------------------------------------------------------------------------
 
-// A cache of its own, with what it will copy from another one.
+// Opens a cache, and returns its number; `source`, from which it will be copied, is not given up for it.
 int Prefixes::add(int source) {
   const auto is_free = [](const Cache& cache) { return !cache.open; };
   const bool full = int(caches_.size()) >= shape_.caches && std::none_of(caches_.begin(), caches_.end(), is_free);
@@ -228,7 +245,7 @@ size_t Prefixes::held() const {
   return total;
 }
 
-// Of what cannot be given up: what sequences use, and `source`.
+// Returns the bytes that cannot be given up: those of the caches that sequences use, and of `source`.
 size_t Prefixes::unyielding(int source) const {
   size_t total = 0;
   for (int i = 0; i < static_cast<int>(caches_.size()); ++i)
@@ -236,16 +253,14 @@ size_t Prefixes::unyielding(int source) const {
   return total;
 }
 
-// False where so many bytes more go beyond the limit, though nothing is left to give up. `source` is left
-// alone.
+// Gives up caches but `source` until so many more bytes stay within the limit. Returns false where none is left.
 bool Prefixes::make_room(size_t more, int source) {
   while (held() + more > limit_)
     if (!give_up_one(source)) return false;
   return true;
 }
 
-// What is least likely to be missed: positions between the starts; whole caches; of running sequences, all
-// starts.
+// Gives up what is least likely to be missed: positions between the starts; whole caches; running sequences' starts.
 bool Prefixes::give_up_one(int source) {
   const std::vector<int> oldest_first = by_age(source);
   const auto thinned = [&](bool keep_starts) {
@@ -268,13 +283,14 @@ void Prefixes::close(int index) {
   caches_[index] = {};
 }
 
-// Whether a sequence could have another one than this.
+// Whether a sequence could have another cache than this.
 bool Prefixes::has_other(int source) const {
   for (int i = 0; i < static_cast<int>(caches_.size()); ++i)
     if (i != source && i != saving_ && !caches_[i].in_use) return true;
   return int(caches_.size()) < shape_.caches;
 }
 
+// Returns the caches that may be given up, the least recently used first; even_needed: also those of pending copies.
 std::vector<int> Prefixes::by_age(int source, bool even_needed) const {
   std::vector<int> found(caches_.size());
   std::iota(found.begin(), found.end(), 0);
@@ -283,13 +299,13 @@ std::vector<int> Prefixes::by_age(int source, bool even_needed) const {
   return found;
 }
 
-// Free, being saved, or somebody starts from it in the next pass.
+// Whether a cache cannot be given up: it is free, or being saved, or a copy from or to it is not done yet.
 bool Prefixes::needed(int index, int source) const {
   const auto copies = [&](const KvOp& op) { return op.kind == KvOp::copy && (op.from == index || op.cache == index); };
   return index == source || index == saving_ || !caches_[index].open || std::any_of(ops_.begin(), ops_.end(), copies);
 }
 
-// Drops positions that no window before the end needs, nor before a start. False where none is left.
+// Drops positions that no window before the end needs, nor one before a start. Returns false where there are none.
 bool Prefixes::thin(int index, bool keep_starts) {
   if (!shape_.window) return false;
   Cache& cache = caches_[index];

@@ -87,7 +87,7 @@ const float* Sampler::adjusted(const float* logits, const std::vector<uint32_t>&
   return logits_.data();
 }
 
-// The least logit that top-k and top-p leave; `top` is the largest one.
+// Returns the least logit that top-k and top-p leave; `top` is the largest one.
 float Sampler::threshold(const float* logits, float top) {
   const Sampling& draw = options_.draw;
   kept_.clear();
@@ -104,7 +104,7 @@ float Sampler::threshold(const float* logits, float top) {
   return draw.top_p < 1.0f ? top_p_threshold(begin, end, top) : least;
 }
 
-// The logit at which the likeliest ones have reached top_p of the whole weight. No sort of them all: a
+// Returns the logit at which the likeliest ones have reached top_p of the whole weight. No sort of them all: a
 // histogram of the weight over equal steps of the logit says in which step that is, and only what lies there
 // is looked at again.
 float Sampler::top_p_threshold(Weighed* begin, Weighed* end, float top) const {

@@ -19,7 +19,7 @@
 
 namespace laneformer {
 
-constexpr int kMaxStops = 16;  // of a plain request
+constexpr int kMaxStops = 16;  // stop ids of a plain request
 
 struct SamplingOptions {
   Sampling draw;
@@ -29,7 +29,7 @@ struct SamplingOptions {
   std::vector<int> stop_ids;  // the output ends after one of these
 
   bool penalises() const { return repetition_penalty != 1.0 || frequency_penalty != 0.0 || presence_penalty != 0.0; }
-  // A draw depends on the logits and on `draw` alone.
+  // Whether a draw depends on the logits and on `draw` alone.
   bool plain() const {
     return !penalises() && logit_bias.empty() && !min_new_tokens && stop_ids.size() <= kMaxStops;
   }
@@ -37,20 +37,20 @@ struct SamplingOptions {
   void expect(int vocab) const;  // throws std::invalid_argument where an id is outside the vocabulary
 };
 
-void expect_ids(const std::vector<int>& ids, int vocab);  // the same for token ids
+void expect_ids(const std::vector<int>& ids, int vocab);  // throws as SamplingOptions::expect
 
-// The first of the largest logits; NaN counts as none, and where there is nothing else the answer is 0.
+// Returns the first of the largest logits; NaN counts as none, and where there is nothing else the answer is 0.
 int best_id(const float* logits, int vocab);
 
-// The n largest logits, largest first; the lowest id first in a tie, NaN last. n <= vocab.
+// Writes the ids of the n <= vocab largest logits, largest first; the lowest id first in a tie, NaN last.
 void best_ids(const float* logits, int vocab, int n, int* ids);
 
 // One sequence's sampler; `choose` and `accept` allocate nothing, but for the first mask.
 class Sampler {
  public:
   Sampler(SamplingOptions options, int vocab, const std::vector<int>& prompt);
-  // After the token at `position`; with a mask, one of the ids whose bits it holds (id % 32 of word id /
-  // 32), or -1 where none of them is possible.
+  // Returns the token after the one at `position`; with a mask, one of the ids whose bits it holds (bit id % 32 of word
+  // id / 32), or -1 where none of them is possible.
   int choose(const float* logits, int position, const std::vector<uint32_t>& mask = {});
   void accept(int token);                         // the token is part of the output now
   const SamplingOptions& options() const { return options_; }
@@ -66,9 +66,9 @@ class Sampler {
 
   SamplingOptions options_;
   int vocab_;
-  int made_ = 0;               // tokens of the output
+  int made_ = 0;               // tokens in the output so far
   std::vector<int> seen_;      // distinct ids of the prompt and the output; only kept for penalties
-  std::vector<int> times_;     // per id: in the output; -1: neither there nor in the prompt
+  std::vector<int> times_;     // per id: how often it is in the output; -1: neither there nor in the prompt
   std::vector<float> logits_;  // a copy, adjusted
   std::vector<Weighed> kept_;  // for the filters
 };

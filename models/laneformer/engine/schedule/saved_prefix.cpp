@@ -1,5 +1,4 @@
-// Caches that outlive the process: which of them are to be written to files, and what comes back from
-// there. The files are ../cpu/saved.py's.
+// Caches that outlive the process: chooses which to write to files, and takes them back. The files are ../cpu/saved.py's.
 #include <algorithm>
 #include <utility>
 
@@ -9,7 +8,7 @@ namespace laneformer {
 
 namespace {
 constexpr int kBlock = 16;  // positions whose keys lie together: the last block may still be written to
-constexpr int kLeast = 64;  // positions that are worth a file: fewer are read in one pass
+constexpr int kLeast = 64;  // positions that are worth a file: one pass reads fewer
 constexpr int kGrowth = 8;  // a cache is written again when this part of it is new
 }  // namespace
 
@@ -26,7 +25,7 @@ bool Prefixes::leaves() const {
   return saving_ >= 0 && !handed_;
 }
 
-// Instead of being closed, a cache that no file holds waits to be saved.
+// Closes the least recently used cache, or lets it wait to be saved first where no file holds it.
 bool Prefixes::let_go(int source) {
   for (const int i : by_age(source)) {
     if (caches_[i].in_use) continue;
@@ -37,7 +36,7 @@ bool Prefixes::let_go(int source) {
   return give_up_cache(source);
 }
 
-// Positions that no file holds, of this cache or of another with the same ids.
+// Returns how many positions no file holds, neither of this cache nor of another with the same ids.
 int Prefixes::unsaved(int index) const {
   const std::vector<int>& ids = caches_[index].ids;
   const int whole = static_cast<int>(ids.size()) / kBlock * kBlock;
@@ -55,7 +54,7 @@ std::optional<Prefixes::Saving> Prefixes::begin_saving(Save what) {
   if (saving_ >= 0 && handed_) return {};
   if (saving_ < 0) {
     if (what == Save::leaving) return {};
-    for (const int i : by_age(-1)) {  // neither what waits for a copy
+    for (const int i : by_age(-1)) {
       const bool opens = std::any_of(ops_.begin(), ops_.end(), [&](const KvOp& op) { return op.kind == KvOp::open && op.cache == i; });
       const int part = what == Save::all ? 0 : static_cast<int>(caches_[i].ids.size()) / kGrowth;
       if (opens || (caches_[i].in_use && what != Save::all) || unsaved(i) < std::max(kLeast, part)) continue;
@@ -71,7 +70,7 @@ std::optional<Prefixes::Saving> Prefixes::begin_saving(Save what) {
   return found;
 }
 
-// Of whole blocks; of layers with windows, what a start needs.
+// Returns what a file holds of a cache: whole blocks, and in layers with windows what a start needs.
 Prefixes::Contents Prefixes::contents_of(int index) const {
   const Cache& cache = caches_[index];
   const int end = static_cast<int>(cache.ids.size()) / kBlock * kBlock;

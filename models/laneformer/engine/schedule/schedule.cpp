@@ -70,7 +70,7 @@ std::vector<int64_t> Schedule::join(std::vector<Request> requests) {
   return tickets;
 }
 
-// The executor goes on with requests, where it has ceased to.
+// Wakes the executor where it sleeps and there are requests.
 void Schedule::wake(std::unique_lock<std::mutex>& lock) {
   if (sequences_.empty() || !std::exchange(asleep_, false)) return;
   lock.unlock();
@@ -93,16 +93,16 @@ std::vector<News> Schedule::collect(double timeout_s) {
 void Schedule::set_cache_limit(size_t bytes) {
   cache_limit_ = bytes;
   prefixes_.set_limit(bytes);
-  if (model_) model_->set_limit(bytes);
+  if (pass_drafter_) pass_drafter_->set_limit(bytes);
 }
 
 void Schedule::draft_with(const KvShape& shape, double share) {
-  model_ = std::make_unique<SmallModel>(shape, share, limits_.log_sum_exp, limits_.vocab);
-  model_->set_limit(cache_limit_);
+  pass_drafter_ = std::make_unique<SmallModelDrafter>(shape, share, limits_.log_sum_exp, limits_.vocab);
+  pass_drafter_->set_limit(cache_limit_);
 }
 
-void Schedule::draft_with_head(const HeadDrafts::Head& head) {
-  model_ = std::make_unique<HeadDrafts>(head, limits_.log_sum_exp, limits_.vocab);
+void Schedule::draft_with_mtp(const MtpDrafter::Head& head) {
+  pass_drafter_ = std::make_unique<MtpDrafter>(head, limits_.log_sum_exp, limits_.vocab);
 }
 
 int Schedule::running() {
@@ -113,7 +113,7 @@ int Schedule::running() {
 Statistics Schedule::statistics() {
   std::lock_guard lock(mutex_);
   Statistics total = total_;
-  total.passes = total_passes_;  // which requests share
+  total.passes = total_passes_;  // not the requests' sum, as they share passes
   return total;
 }
 
@@ -125,7 +125,7 @@ bool Schedule::interrupts() {
   });
 }
 
-// Of a request that has not ended.
+// Returns the request of this ticket if it has not ended, else nullptr.
 Sequence* Schedule::find(int64_t ticket) {
   for (const auto& s : sequences_)
     if (s->ticket == ticket && s->stage != Sequence::Stage::ended) return s.get();
@@ -161,8 +161,8 @@ void Schedule::allow(int64_t ticket, int index, Sequence::Mask mask) {
 // --- the executor -----------------------------------------------------------------------------------------------
 
 const Pass* Schedule::next(const PassResult* last) {
-  if (last && pass_.of != Of::model) {
-    model_->finish(running_, pass_, *last);
+  if (last && pass_.network != Network::model) {
+    pass_drafter_->finish(running_, pass_, *last);
   } else {
     if (last) finish_pass(*last);
     if (!change_sequences()) {
@@ -172,14 +172,14 @@ const Pass* Schedule::next(const PassResult* last) {
     begin_round();
   }
   Pass pass{.number = number_};
-  if (!model_ || !model_->plan(running_, pass)) plan(pass);
-  if (pass.of != Of::small_model) number_ = pass.number;
+  if (!pass_drafter_ || !pass_drafter_->plan(running_, pass)) plan(pass);
+  if (pass.network != Network::small_model) number_ = pass.number;
   pass_ = pass;
   return &pass_;
 }
 
 void Schedule::tell_news() {
-  if (std::exchange(tells_news_, false)) changed_.notify_all();
+  if (std::exchange(notify_pending_, false)) changed_.notify_all();
 }
 
 void Schedule::fail(std::string why) {
@@ -199,8 +199,8 @@ std::string Schedule::failure() {
   return failure_;
 }
 
-// Draws the tokens whose masks have come, begins what has joined, ends what is over. False where nothing is
-// left that can run.
+// Draws the tokens whose masks have come, begins the requests that have joined, and ends those that are over. Returns
+// false, and marks the executor as asleep, where nothing can run.
 bool Schedule::change_sequences() {
   const auto waits = [](const Sequence* s) { return s->awaits_mask; };
   const auto is_waiting = [](const auto& s) { return s->stage == Sequence::Stage::waiting; };
@@ -208,18 +208,23 @@ bool Schedule::change_sequences() {
     for (Sequence* s : running_)
       if (s->awaits_mask) take_token(*s, s->undrawn.data());
     std::lock_guard lock(mutex_);
-    end_sequences();  // first, as others may take their caches
+    end_sequences();  // before others begin, which may take their places and caches
     for (const auto& s : sequences_)
       if (is_waiting(s)) admit(*s);
-    end_sequences();  // of those that have begun now, too, some have nothing to run
+    end_sequences();  // some of those that have just begun have nothing to run
     kv_bytes_ = prefixes_.bytes();
     others_wait_ = std::any_of(sequences_.begin(), sequences_.end(), is_waiting);
     has_news_ = std::any_of(sequences_.begin(), sequences_.end(), [](auto& s) { return s->has_news(); });
-    tells_news_ |= has_news_;
+    notify_pending_ |= has_news_;
     if (!std::all_of(running_.begin(), running_.end(), waits)) return true;
+    // all that have just begun ended at once: those that found no place, or waited for their caches, can begin now
     if (running_.empty() && others_wait_) continue;
+    // all wait for masks: one that came since the loop's first line, without the lock, is drawn in another turn; later
+    // ones find asleep_ set and wake the executor
     const auto drawable = [](const Sequence* s) { return s->masks.count(s->new_tokens()) > 0; };
-    if (std::none_of(running_.begin(), running_.end(), drawable)) return asleep_ = true, false;
+    if (std::any_of(running_.begin(), running_.end(), drawable)) continue;
+    asleep_ = true;
+    return false;
   }
 }
 
@@ -227,7 +232,7 @@ void Schedule::end_sequences() {
   std::erase_if(running_, [this](Sequence* s) {
     if (!s->finished && !s->left) return false;
     prefixes_.end(s->cache);
-    if (model_) model_->end(*s);
+    if (pass_drafter_) pass_drafter_->end(*s);
     if (s->drafter && s->request.shares_outputs()) past_.add({s->ids.begin() + s->prompt_length, s->ids.end()});
     s->stage = Sequence::Stage::ended;
     return true;
@@ -249,24 +254,27 @@ void Schedule::begin_sequence(Sequence& s) {
   s.cache = start.cache;
   s.position = s.left_behind.statistics.reused = start.position;
   s.finished = s.end <= s.position;
-  if (limits_.piece && s.request.scores())
-    s.pieces_end = s.end;
-  else if (limits_.piece && s.prompt_length - s.position > limits_.unread)
-    s.pieces_end = s.prompt_length - 1;
+  if (limits_.max_chunk_tokens && s.request.scores())
+    s.chunks_end = s.end;
+  else if (limits_.max_chunk_tokens && s.prompt_length - s.position > limits_.unread)
+    s.chunks_end = s.prompt_length - 1;
   s.stage = Sequence::Stage::running;
   running_.push_back(&s);
 }
 
-// The last pass has run no columns, as there was no memory for a cache.
+// Takes the last pass back, which has run no columns, as there was no memory for a cache.
 void Schedule::take_back(int cache) {
-  const bool gone = !prefixes_.refused();
+  const bool gone = !prefixes_.retry_without_one_cache();
   for (Sequence* s : running_) {
-    if (gone && s->cache == cache) s->fail(prefixes_.refusal(), Fault::request), s->cache = -1;
+    if (gone && s->cache == cache) {
+      s->fail(prefixes_.refusal(), Fault::request);
+      s->cache = -1;
+    }
     if (!s->columns) continue;
     --s->left_behind.statistics.passes;
     s->left_behind.statistics.proposed -= static_cast<int>(s->drafts.size());
   }
-  if (pass_.columns || pass_.piece) --number_, --total_passes_;
+  if (pass_.columns || pass_.chunk_tokens) --number_, --total_passes_;
   pass_.decoding = 0;
 }
 
@@ -289,28 +297,33 @@ void Schedule::finish_pass(const PassResult& last) {
     s.position += s.columns - static_cast<int>(s.drafts.size());
     if (s.request.scores())
       s.finished = s.position >= s.end;
-    else if (s.head_columns)
+    else if (s.logit_columns)
       take_tokens(s, last);
-    if (model_ && s.drafter && !s.finished && !pass_.piece) model_->ran(s, before);
+    if (pass_drafter_ && s.drafter && !s.finished && !pass_.chunk_tokens) pass_drafter_->ran(s, before);
     prefixes_.ran(s.cache, s.ids, s.position, written);
     if (before < s.prompt_length && s.position >= s.prompt_length && !s.finished) prefixes_.keep(s.cache, s.end - 1);
   }
 }
 
-// One token, and one more for each draft token that was right: what a pass of its own would have given.
+// Takes one token, and one more for each draft token that was right: what a pass of its own would have given.
 void Schedule::take_tokens(Sequence& s, const PassResult& last) {
   const int before = s.new_tokens(), accepted = s.left_behind.statistics.accepted;
-  for (int i = 0; i < s.head_columns; ++i) {
+  for (int i = 0; i < s.logit_columns; ++i) {
     const int row = s.first_row + i;
-    if (!(s.picks ? take_token(s, nullptr, last.picked[row]) : take_token(s, last.logits + row * last.stride))) return;
+    const bool taken =
+        s.picks ? take_token(s, nullptr, last.picked[row]) : take_token(s, last.logits + row * last.stride);
+    if (!taken) return;  // its mask has not come
     const bool right = i < static_cast<int>(s.drafts.size()) && s.drafts[i] == s.ids.back();
     s.left_behind.statistics.accepted += right;
     if (s.finished || !right) break;
     ++s.position;  // the draft token's keys and values stand
   }
   const int right = s.left_behind.statistics.accepted - accepted;
-  if (model_ && s.drafter) model_->verified(s, right);
-  if (s.drafter) s.drafter->verified(s.model.wanted ? 0 : static_cast<int>(s.drafts.size()), s.model.wanted ? 0 : right);
+  if (pass_drafter_ && s.drafter) pass_drafter_->verified(s, right);
+  if (s.drafter && s.takes_pass_drafts())
+    s.drafter->verified(0, 0);  // its own proposal was not tried
+  else if (s.drafter)
+    s.drafter->verified(static_cast<int>(s.drafts.size()), right);
   follow(s, last);
   if (!s.request.timed) return;
   Timings& timings = s.left_behind.timings;
@@ -320,14 +333,14 @@ void Schedule::take_tokens(Sequence& s, const PassResult& last) {
   for (int i = before ? 0 : 1; i < taken; ++i) timings.token_s.push_back(each_s);
 }
 
-// Until its column ended.
+// Returns in how many of the last passes the sequence's column ran: the first, and extra ones until it ended.
 int Schedule::passes_of(const Sequence& s, const PassResult& last) const {
   int passes = 1;
   while (passes < last.passes && last.picked[passes * pass_.columns + s.first_row] >= 0) ++passes;
   return passes;
 }
 
-// The passes of `ahead` that were made, each of the token before.
+// Takes the tokens of the extra passes, each of which ran the token before.
 void Schedule::follow(Sequence& s, const PassResult& last) {
   for (int pass = 1; pass < passes_of(s, last) && !s.finished; ++pass) {
     ++s.position, ++s.left_behind.statistics.passes;
@@ -342,7 +355,7 @@ bool Schedule::take_mask(Sequence& s, Sequence::Mask& mask) {
   return !found.empty();
 }
 
-// False where the token's mask has not come.
+// Draws one token, or takes the `picked` one. Returns false where the token's mask has not come.
 bool Schedule::take_token(Sequence& s, const float* logits, int picked) {
   Sequence::Mask mask;
   if (s.request.masked && !take_mask(s, mask)) {
@@ -366,29 +379,6 @@ bool Schedule::take_token(Sequence& s, const float* logits, int picked) {
   }
   s.finished = static_cast<int>(s.ids.size()) >= s.end || s.sampler.options().stops_at(token);
   return true;
-}
-
-// Log-probabilities of the id that follows the row's position.
-void Schedule::score(const Pass& pass, int row, const float* logits) {
-  const Column& column = pass.column[pass.head[row]];
-  Sequence& s = *running_[column.sequence];
-  if (!s.request.scores()) return;
-  const int next = column.position + 1;
-  if (s.request.keep_logits)
-    std::memcpy(s.left_behind.logits.data() + size_t(column.position) * limits_.vocab, logits,
-                limits_.vocab * sizeof(float));
-  if (next < static_cast<int>(s.ids.size()) && next >= s.request.score_from)
-    s.scores.record(next - s.request.score_from, logits, limits_.vocab, s.ids[next],
-                    limits_.log_sum_exp(logits, limits_.vocab));
-}
-
-float* Schedule::partials(const Column& column, int layer, int module, size_t floats) {
-  Sequence& s = *running_[column.sequence];
-  const std::vector<int>& chosen = s.request.keep_partials;
-  const auto found = std::lower_bound(chosen.begin(), chosen.end(), column.position);
-  if (found == chosen.end() || *found != column.position) return nullptr;
-  const size_t row = size_t(found - chosen.begin()) * limits_.partials;
-  return s.left_behind.partials.data() + row + (size_t(layer) * 2 + module) * floats;
 }
 
 }  // namespace laneformer

@@ -36,7 +36,7 @@ Sequence::Sequence(Request of, const Limits& limits, const PastOutputs& past)
     : request(std::move(of)),
       ids(request.prompt),
       prompt_length(static_cast<int>(ids.size())),
-      picks(limits.picks && request.plain() && request.replay.empty()),
+      picks(limits.picks && request.plain()),
       sampler(request.sampling, limits.vocab, ids) {
   const int room = limits.context - prompt_length + 1, wanted = std::min(request.max_new_tokens, room);
   end = request.scores() ? request.positions() : prompt_length + wanted;

@@ -20,13 +20,13 @@ struct Request {
   SamplingOptions sampling;
   int max_new_tokens = 0;
   bool reuse_prefix = true;  // start from what a KV cache still holds; draft from earlier outputs
-  int speculate = 0;         // most draft tokens to verify in one pass
+  int speculate = 0;         // the most draft tokens to verify in one pass
   std::vector<int> prediction;  // what the output may look like, to take drafts from
-  std::vector<int> replay;   // for measurements: the output's first ids, whatever is drawn, without drafts from the past
-  std::vector<double> acceptance;  // for measurements: of drafts of `replay`, by place; empty: drafts are not forced
+  std::vector<int> replay;   // for measurements: the output's first ids, whatever is drawn; no drafts from the past
+  std::vector<double> acceptance;  // for measurements: odds that draft i of `replay` is right; empty: not forced
   bool masked = false;       // each token is drawn among the ids that `Schedule::allow` names; no drafts
   bool quiet = false;        // its end alone is news, so no token wakes whoever collects, which would take a core
-  bool timed = false;        // with Timings at its end
+  bool timed = false;        // its end comes with Timings
   int top_logprobs = -1;     // best ids to record for each token; -1: no log-probabilities
   int score_from = 0;        // log-probabilities of the prompt's ids from this index on; 0: generate instead
   bool keep_logits = false;  // scoring: the logits of every position as well
@@ -35,22 +35,22 @@ struct Request {
   bool scores() const { return score_from > 0; }
   bool forces() const { return !acceptance.empty(); }
   bool shares_outputs() const { return reuse_prefix && replay.empty(); }
-  // Of its logits, only the tokens drawn from them are wanted.
+  // Whether nothing but the drawn tokens is wanted, so that the executor may draw them itself.
   bool plain() const { return !masked && top_logprobs < 0 && !scores() && replay.empty() && sampling.plain(); }
-  // Scoring: all of the prompt, but for its last id where that is only something to predict.
+  // Returns the prompt positions to run: when scoring, the last id may only be something to predict.
   int positions() const { return static_cast<int>(prompt.size()) - (scores() && !keep_logits); }
 };
 
-// Log-probabilities by the model itself: of the raw logits, before penalties and temperature.
+// Log-probabilities of the raw logits, before penalties and temperature.
 struct Scores {
   int top = 0;                     // number of likeliest ids kept for each scored token
-  std::vector<float> logprobs;     // (tokens,): of the token that came
+  std::vector<float> logprobs;     // (tokens,): the token that came
   std::vector<int> top_ids;        // (tokens, top): the likeliest first
   std::vector<float> top_logprobs;  // (tokens, top)
 
   void resize(size_t tokens, int best);
   void record(size_t index, const float* logits, int vocab, int token, double log_sum_exp);
-  Scores part(size_t from, size_t count) const;  // of some tokens; throws std::invalid_argument where they are not here
+  Scores part(size_t from, size_t count) const;  // throws std::invalid_argument for tokens that are not here
 };
 
 struct Statistics {
@@ -65,19 +65,19 @@ struct Statistics {
 };
 
 struct Timings {
-  double first_token_s = 0;     // from the join
+  double first_token_s = 0;     // time from the join to the first token
   std::vector<double> token_s;  // decoding time of each token after the first
 };
 
-enum class Fault { request, overflow, executor };  // what was asked for; the model's numbers; who runs the passes
+enum class Fault { request, overflow, executor };  // what was to blame for an error; overflow: the model's numbers
 
 // What a request leaves at its end.
 struct Ended {
   Statistics statistics;
   std::string error;  // why it ended before it was finished
   Fault fault = Fault::request;
-  std::vector<float> logits;   // of keep_logits: [position][vocab]
-  std::vector<float> partials;  // of keep_partials: [position][layer][module][lane][hidden]
+  std::vector<float> logits;    // with keep_logits: [position][vocab]
+  std::vector<float> partials;  // with keep_partials: [position][layer][module][lane][hidden]
   Timings timings;
 };
 
@@ -86,27 +86,27 @@ struct News {
   int64_t ticket;
   int first;
   std::vector<int> tokens;
-  std::optional<Scores> scores;  // of these tokens; when scoring, of all, at the end
+  std::optional<Scores> scores;  // scores of these tokens; when scoring, all scores, at the end
   std::optional<Ended> ended;
 };
 
-// What a draft model keeps of a sequence, or the model's head.
-struct ModelDraft {
-  int cache = -1;
-  int agreed = 0;        // ids that have run through it, and stand
-  std::vector<int> ran;  // these, and drafts
-  int first = 0, columns = 0, from = 0;  // the head: positions that can run, and the pass before's column of the first
-  std::vector<int> forced;  // for measurements: ids that it will have drawn
-  int wanted = 0;        // drafts before the next pass; 0: others are taken, or none
-  double least_odds = 0;  // below which no further one is worth its cost
-  int row = -1;          // of its pass's logits
-  std::vector<int> drawn;  // kinds of the drafts, by how certain it was of them
-  Rate rate{2.0, 3.0};   // of all drafts
-  std::array<Rate, 5> kinds{{{0.6, 3.0}, {1.2, 3.0}, {1.8, 3.0}, {2.4, 3.0}, {2.85, 3.0}}};
-  bool off = false;      // there is no memory, or its numbers overflowed
+// What the PassDrafter (pass_drafter.h) keeps of a sequence.
+struct DraftState {
+  int cache = -1;        // small model: its KV cache
+  int agreed = 0;        // small model: ids that have run through it and are part of the text
+  std::vector<int> ran;  // small model: all ids that have run through it, rejected drafts included
+  int first = 0, columns = 0, from = 0;  // mtp: positions that can run, and the first one's column in the pass before
+  std::vector<int> forced;  // for measurements: the ids that it is taken to have drawn
+  int wanted = 0;          // drafts to make before the next pass; 0: the text's drafts are taken, or none
+  double least_odds = 0;   // the odds below which no further draft is worth its cost
+  int row = -1;            // the row of its pass's logits from which to draw
+  std::vector<int> drawn;  // the kind of each draft, by how certain the drafter was of it
+  Rate rate{2.0, 3.0};     // how many of all its drafts were right
+  std::array<Rate, 5> kinds{{{0.6, 3.0}, {1.2, 3.0}, {1.8, 3.0}, {2.4, 3.0}, {2.85, 3.0}}};  // the same by kind
+  bool off = false;        // it drafts no more: there was no memory, or its numbers overflowed
 };
 
-// Fields are the executor's thread's alone, between two passes, unless something else stands there.
+// Only the executor's thread touches a field, between two passes, unless a comment says otherwise.
 struct Sequence {
   enum class Stage { waiting, running, ended };
   using Mask = std::vector<uint32_t>;  // bit id % 32 of word id / 32: the id is possible
@@ -117,39 +117,41 @@ struct Sequence {
   std::vector<int> ids;  // the prompt, then the new tokens; grown under the mutex, as others read it there
   const int prompt_length;
   const bool picks;   // the executor draws its tokens
-  int end;            // ids.size() at which the sequence is over; when scoring, positions to run
+  int end;            // ids.size() at which the sequence is over; when scoring, the positions to run
   int cache = -1;     // its KV cache
   int position = 0;   // positions that have run through the layers
-  int pieces_end = 0;  // positions before it are read in pieces
+  int chunks_end = 0;  // positions before it are read in chunks
   bool finished = false;
   Sampler sampler;
   std::unique_ptr<Drafter> drafter;
   Scores scores;
   Ended left_behind;
   double joined_s = 0;
-  std::vector<float> undrawn;  // masked: logits of a token whose mask had not come when it could have been drawn
+  std::vector<float> undrawn;  // masked: logits of a token that could not be drawn yet, as its mask had not come
   bool awaits_mask = false;
   // its part of the running pass
-  int columns = 0, head_columns = 0, first_column = 0, first_row = 0;
+  int columns = 0, logit_columns = 0, first_column = 0, first_row = 0;
   std::vector<int> drafts;  // draft tokens: the last columns, ids that may come next
-  std::vector<double> odds;  // ... that each comes, and all before it
-  ModelDraft model;
+  std::vector<double> odds;  // ... the probability that each comes, and all before it
+  DraftState draft_state;
   // under the mutex
   Stage stage = Stage::waiting;
-  bool left = false;  // it ends before the next pass
+  bool left = false;  // its caller has left, so it ends before the next pass
   int64_t ticket = 0;
   int collected = 0;  // new tokens that `collect` has returned
-  std::map<int, Mask> masks;  // of new tokens that are not drawn yet
+  std::map<int, Mask> masks;  // by new token that is not drawn yet
 
   int new_tokens() const { return static_cast<int>(ids.size()) - prompt_length; }
   int known() const { return request.scores() ? end : static_cast<int>(ids.size()); }  // positions that could run
+  // Whose drafts the next pass verifies: the PassDrafter's, or what the sequence's own Drafter proposed.
+  bool takes_pass_drafts() const { return draft_state.wanted > 0; }
   void take(int token) {  // under the mutex
     ids.push_back(token);
     if (drafter) drafter->extend(token);
   }
-  bool reads_pieces() const { return position < pieces_end; }
+  bool reads_chunks() const { return position < chunks_end; }
   bool decodes() const { return !request.scores() && position + 1 >= known(); }
-  // Positions that need not run if they are cached: generating needs the logits of the last prompt id;
+  // Returns the positions that need not run if they are cached: generating needs the logits of the last prompt id,
   // scoring those of the id before the first scored one.
   int max_reusable() const {
     if (!request.reuse_prefix || request.keep_logits) return 0;

@@ -8,8 +8,7 @@ namespace laneformer {
 namespace {
 
 constexpr int kLongestMatch = 64;  // more agreement says nothing new
-// Odds that an id is right after 2, 3, 4, 6, 9, ... ids that agree, as a request begins. A few drafts
-// outweigh them.
+// Odds that an id is right after 2, 3, 4, 6, 9, ... ids that agree, as a request begins. A few drafts outweigh them.
 constexpr int kBuckets[] = {2, 3, 4, 6, 9, 14, 22, 40};
 constexpr double kFirstOdds[] = {0.30, 0.42, 0.52, 0.65, 0.75, 0.83, 0.90, 0.95};
 constexpr double kFirstWeight = 3.0;

@@ -1,10 +1,8 @@
-// Drafts from text that is there already: what followed the latest place where the longest end of the text
-// stood before.
+// Drafts from text that is there already: what followed the latest place where the longest end of the text stood before.
 //
-// Places are found as LZ77 coders find them: ids are chained to the last place where the same few ids stood,
-// and the chain is followed a bounded way. So a new id costs two table entries, a proposal at most some
-// thousand comparisons, whatever the text's length; a suffix automaton would find the very longest place, at
-// 40 bytes and a search per id.
+// Places are found as LZ77 coders find them: ids are chained to the last place where the same few ids stood, and the
+// chain is followed a bounded way. So a new id costs two table entries, a proposal at most some thousand comparisons,
+// whatever the text's length; a suffix automaton would find the very longest place, at 40 bytes and a search per id.
 #pragma once
 #include <array>
 #include <cstdint>
@@ -15,22 +13,21 @@
 
 namespace laneformer {
 
-class SuffixIndex {  // of a text that grows at its end
+class SuffixIndex {  // indexes a text that grows at its end
  public:
   static constexpr int kBarrier = -1;  // no match reaches over it
   struct Match {
-    int length = 0, next = 0;  // ids that agree; the place of what followed them
+    int length = 0, next = 0;  // how many ids agree; the place of the id that followed them
   };
 
   void append(int id);
-  // The longest end of `text` that stands here, of several the latest; in the text's own index not the end
-  // itself.
+  // Finds the longest end of `text` that stands here, of several the latest; in the text's own index not the end itself.
   Match longest(std::span<const int> text, bool own) const;
   const std::vector<int>& ids() const { return ids_; }
 
  private:
-  struct Chain {            // of all places after the same `ids` ids
-    int ids, longest_walk;  // places that are looked at
+  struct Chain {            // links all places after the same `ids` ids
+    int ids, longest_walk;  // longest_walk: how many places are looked at
     std::vector<int> latest{}, before{};  // [hash], [place]: place + 1, or 0
   };
   void rehash(Chain& chain);
@@ -42,11 +39,11 @@ class SuffixIndex {  // of a text that grows at its end
   std::array<Chain, 2> chains_{Chain{4, 32}, Chain{2, 8}};
 };
 
-// Outputs of requests that have ended, the last ones of them: a task that comes again is answered alike.
+// The last outputs of requests that have ended: a task that comes again is answered alike.
 class PastOutputs {
  public:
   void add(std::span<const int> output);
-  // Of both halves the longer match, and the ids that it lies in.
+  // Returns the longer match of both halves, and the ids that it lies in.
   SuffixIndex::Match longest(std::span<const int> text, const std::vector<int>** in) const;
 
  private:
@@ -67,8 +64,8 @@ class SuffixDrafter : public Drafter {
 
   SuffixIndex own_;
   const PastOutputs* past_;
-  std::vector<Rate> rates_;  // of drafts that came after so many ids that agree
-  int length_ = 0;  // of the last proposal's match
+  std::vector<Rate> rates_;  // of drafts, by bucket(number of ids that agree before them)
+  int length_ = 0;  // ids that agree in the last proposal's match
 };
 
 }  // namespace laneformer

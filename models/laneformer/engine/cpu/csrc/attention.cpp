@@ -8,13 +8,18 @@ namespace laneformer {
 
 namespace {
 constexpr int kBlockQueries = 128;  // taken at a time: their scores stay in the second-level cache
+
+// Returns the first chunk that a query at this position sees.
+int first_chunk_of(int position, int window) {
+  return window ? std::max(0, position - window + 1) / kChunkPositions : 0;
+}
 }  // namespace
 
 Attention::Attention(Shared& shared, const KvMemory& kv)
     : shared_(shared),
       spec_(shared.model.spec()),
       kv_(kv),
-      group_(spec_.query_heads / spec_.kv_heads),
+      heads_per_kv_(spec_.query_heads / spec_.kv_heads),
       kv_heads_(spec_.kv_heads / spec_.lanes),
       scratch_(shared.model.threads()) {
   for (int t = 0; t < shared.model.threads(); ++t) reserve(t);
@@ -22,7 +27,7 @@ Attention::Attention(Shared& shared, const KvMemory& kv)
 
 void Attention::reserve(int t) {
   const auto floats = [](size_t count) { return Pages(count * sizeof(float)); };
-  const size_t dim = spec_.padded_head_dim(), queries = std::max(kBlockQueries, group_);
+  const size_t dim = spec_.padded_head_dim(), queries = std::max(kBlockQueries, heads_per_kv_);
   const size_t chunks = spec_.context / kChunkPositions + 2;
   Scratch& w = scratch_[t];
   w.query = floats(queries * dim), w.mixed = floats(queries * dim), w.states = floats(queries * (dim + kStateExtra));
@@ -36,16 +41,17 @@ void Attention::reserve(int t) {
 
 void Attention::run(const Lane& lane) {
   const ThreadPlan& plan = shared_.model.plan(lane.t);
-  shared_.exchange.meet_group(lane.t, plan);
-  if (spec_.head_norms) spec_.joint_head_norms ? norm_jointly(lane) : norm_heads(lane);
+  shared_.exchange.meet_lane(lane.t, plan);  // each thread has written its rows of q, k and v, which all read
+  if (spec_.head_norms && spec_.joint_head_norms) norm_jointly(lane);
+  if (spec_.head_norms && !spec_.joint_head_norms) norm_heads(lane);
   if (lane.t == plan.leader) cache_positions(lane);
-  shared_.exchange.meet_group(lane.t, plan);
+  shared_.exchange.meet_lane(lane.t, plan);  // all queries are normed, and the leader has written keys and values
   attend(lane);
-  shared_.exchange.meet_group(lane.t, plan);
+  shared_.exchange.meet_lane(lane.t, plan);  // `mixed` is whole, which wo reads, and q, k and v may be overwritten
 }
 
-// In place, before RoPE: queries are shared out over the group, keys are the leader's, who writes the cache
-// next.
+// Norms heads in place, before RoPE: the lane's threads share the queries; the leader takes the keys, as it writes the
+// cache next. w.query and w.mixed are free until `attend`.
 void Attention::norm_heads(const Lane& lane) {
   Scratch& w = scratch_[lane.t];
   const ThreadPlan& plan = shared_.model.plan(lane.t);
@@ -65,7 +71,7 @@ void Attention::norm_heads(const Lane& lane) {
   }
 }
 
-// The same, of all heads together: queries are shared out by column.
+// Norms all heads' queries, or keys, together: the lane's threads share the queries by column.
 void Attention::norm_jointly(const Lane& lane) {
   const ThreadPlan& plan = shared_.model.plan(lane.t);
   float* x = scratch_[lane.t].normed.floats();
@@ -88,7 +94,7 @@ void Attention::cache_positions(const Lane& lane) {
     cache_position(lane, lane.qkv + size_t(c) * qkv_stride(spec_) + spec_.q_rows(), lane.pass.column[c]);
 }
 
-// Keys and values (kv_rows,) of one position into the cache; the values follow the keys.
+// Writes one position's keys, then values, (kv_rows,) each, to the cache. w.mixed and w.scores are free until `attend`.
 void Attention::cache_position(const Lane& lane, const float* key, Column at) {
   Scratch& w = scratch_[lane.t];
   const int d = spec_.head_dim(), dim = spec_.padded_head_dim();
@@ -113,8 +119,7 @@ void Attention::cache_position(const Lane& lane, const float* key, Column at) {
   }
 }
 
-// The values of a head in the cache's type, in int8 with what their integers are to be multiplied by; false where
-// fp16 does not hold one.
+// Writes a head's values in the cache's type, with a scale for int8. Returns false where fp16 does not hold one.
 bool Attention::narrow(const float* x, char* out, float* scale) const {
   const int d = spec_.head_dim();
   if (spec_.kv_dtype != DType::int8) return convert(x, DType::fp32, d, out, spec_.kv_dtype);
@@ -127,16 +132,16 @@ bool Attention::narrow(const float* x, char* out, float* scale) const {
   return true;
 }
 
-// The query heads of one KV head, of `count` columns of one sequence that follow each other.
+// Prepares the query heads of one KV head, for `count` columns of one sequence that follow each other.
 AttendArgs Attention::queries_of(const Lane& lane, const Block& block) const {
   const Scratch& w = scratch_[lane.t];
   const int d = spec_.head_dim(), dim = spec_.padded_head_dim(), stride = qkv_stride(spec_);
   const int window = spec_.window[lane.layer];
   const Column first = lane.pass.column[block.column];
   for (int c = 0; c < block.count; ++c)
-    for (int q = 0; q < group_; ++q) {
-      float* query = w.query.floats() + size_t(c * group_ + q) * dim;
-      shared_.model.rotate(lane.qkv + size_t(block.column + c) * stride + (block.head * group_ + q) * d, query,
+    for (int q = 0; q < heads_per_kv_; ++q) {
+      float* query = w.query.floats() + size_t(c * heads_per_kv_ + q) * dim;
+      shared_.model.rotate(lane.qkv + size_t(block.column + c) * stride + (block.head * heads_per_kv_ + q) * d, query,
                            lane.layer, first.position + c);
       const float scale = shared_.model.query_scale(first.position + c);
       for (int j = 0; scale != 1.0f && j < d; ++j) query[j] *= scale;
@@ -147,13 +152,13 @@ AttendArgs Attention::queries_of(const Lane& lane, const Block& block) const {
   a.keys = kv_.keys(leader, first.cache, lane.layer, head);
   a.values = kv_.values(leader, first.cache, lane.layer, head);
   a.dtype = spec_.kv_dtype;
-  a.queries = block.count * group_;
-  a.heads = group_;
+  a.queries = block.count * heads_per_kv_;
+  a.heads = heads_per_kv_;
   a.dim = dim;
   a.slots = spec_.cache_slots();
   a.position = first.position;
   a.window = window;
-  a.first_chunk = window ? std::max(0, first.position - window + 1) / kChunkPositions : 0;
+  a.first_chunk = first_chunk_of(first.position, window);
   a.last_chunk = (first.position + block.count - 1) / kChunkPositions;
   a.scale = spec_.score_scale();
   a.states = w.states.floats();
@@ -165,7 +170,7 @@ AttendArgs Attention::queries_of(const Lane& lane, const Block& block) const {
   return a;
 }
 
-// Attention over chunks from empty states on, or with states given, to the end.
+// Attends to the chunks, starting from empty states.
 void Attention::attend_from_nothing(const AttendArgs& a) const {
   for (int q = 0; q < a.queries; ++q) {
     float* state = a.states + size_t(q) * (a.dim + kStateExtra);
@@ -175,22 +180,22 @@ void Attention::attend_from_nothing(const AttendArgs& a) const {
   shared_.kernels.attend(a);
 }
 
-// States of a block's queries to outputs of attention.
+// Turns the states of a block's queries into outputs of attention.
 void Attention::finish(const Lane& lane, const Block& block, const float* states) const {
   const int d = spec_.head_dim(), dim = spec_.padded_head_dim(), stride = mixed_stride(spec_);
-  float* out = lane.mixed + size_t(block.column) * stride + block.head * group_ * d;
+  float* out = lane.mixed + size_t(block.column) * stride + block.head * heads_per_kv_ * d;
   const int number = shared_.model.plan(lane.t).first_lane + lane.own;
   const float* sinks = nullptr;
-  if (spec_.sinks) sinks = shared_.model.biases().sinks(lane.layer, number) + block.head * group_;
+  if (spec_.sinks) sinks = shared_.model.biases().sinks(lane.layer, number) + block.head * heads_per_kv_;
   for (int c = 0; c < block.count; ++c, out += stride)
-    for (int q = 0; q < group_; ++q, states += dim + kStateExtra) {
+    for (int q = 0; q < heads_per_kv_; ++q, states += dim + kStateExtra) {
       const float inverse = 1.0f / (states[dim + 1] + (sinks ? std::exp(sinks[q] - states[dim]) : 0.0f));
       for (int j = 0; j < d; ++j) out[q * d + j] = states[j] * inverse;
     }
 }
 
-// One lane's query heads against their caches. A thread of a group takes its share of the columns of all KV
-// heads, in blocks; with few columns at a depth, of the chunks of positions.
+// Runs one lane's query heads against their caches. Each of the lane's threads takes a share of the columns of all KV
+// heads, in blocks; with few columns, a share of their chunks of positions.
 void Attention::attend(const Lane& lane) {
   const Pass& pass = lane.pass;
   const ThreadPlan& plan = shared_.model.plan(lane.t);
@@ -199,7 +204,7 @@ void Attention::attend(const Lane& lane) {
   const int columns = pass.columns, end = kv_heads_ * columns * (member + 1) / members;
   for (int at = kv_heads_ * columns * member / members; at < end;) {
     Block block{at / columns, at % columns, 1};
-    const int most = std::min({end - at, columns - block.column, std::max(1, kBlockQueries / group_)});
+    const int most = std::min({end - at, columns - block.column, std::max(1, kBlockQueries / heads_per_kv_)});
     const Column first = pass.column[block.column];
     for (; block.count < most; ++block.count) {
       const Column next = pass.column[block.column + block.count];
@@ -212,43 +217,43 @@ void Attention::attend(const Lane& lane) {
   }
 }
 
-// The chunks of all columns and KV heads, one after the other, in equal shares; each has states of its own,
-// which are merged in the order of positions, as one thread does.
+// Shares the chunks of all columns and KV heads, one block after the other, equally among the lane's threads. Each chunk has
+// states of its own, which are merged in the order of positions, as one thread does.
 void Attention::attend_chunks(const Lane& lane) {
   const Pass& pass = lane.pass;
   const ThreadPlan& plan = shared_.model.plan(lane.t);
   const int dim = spec_.padded_head_dim(), blocks = kv_heads_ * pass.columns;
   const int member = lane.t - plan.leader, members = plan.members, window = spec_.window[lane.layer];
-  const size_t chunk_floats = size_t(group_) * (dim + kStateExtra);
+  const size_t chunk_floats = size_t(heads_per_kv_) * (dim + kStateExtra);
   float* partials = scratch_[plan.leader].partials.floats();
-  const auto block_of = [&](int number) { return Block{number % kv_heads_, number / kv_heads_, 1}; };
-  const auto chunks_of = [&](int number) {
-    const int position = pass.column[number / kv_heads_].position;
-    return position / kChunkPositions - (window ? std::max(0, position - window + 1) / kChunkPositions : 0) + 1;
+  const auto block_of = [&](int block) { return Block{block % kv_heads_, block / kv_heads_, 1}; };
+  const auto chunks_of = [&](int block) {
+    const int position = pass.column[block / kv_heads_].position;
+    return position / kChunkPositions - first_chunk_of(position, window) + 1;
   };
-  int total = 0, before = 0;
-  for (int block = 0; block < blocks; ++block) total += chunks_of(block);
-  const int begin = total * member / members, end = total * (member + 1) / members;
+  int all_chunks = 0, before = 0;  // before: the chunks of earlier blocks
+  for (int block = 0; block < blocks; ++block) all_chunks += chunks_of(block);
+  const int begin = all_chunks * member / members, end = all_chunks * (member + 1) / members;
   for (int block = 0; block < blocks; before += chunks_of(block), ++block) {
     const int from = std::max(begin, before), to = std::min(end, before + chunks_of(block));
     if (from >= to) continue;
     AttendArgs a = queries_of(lane, block_of(block));
-    const int first_chunk = a.first_chunk - before;
-    for (int unit = from; unit < to; ++unit) {
-      a.first_chunk = a.last_chunk = first_chunk + unit;
-      a.states = partials + unit * chunk_floats;
+    const int first_chunk = a.first_chunk;
+    for (int chunk = from; chunk < to; ++chunk) {
+      a.first_chunk = a.last_chunk = first_chunk + chunk - before;
+      a.states = partials + chunk * chunk_floats;
       attend_from_nothing(a);
     }
   }
-  if (total > blocks) shared_.exchange.meet_group(lane.t, plan);
+  const bool merges = all_chunks > blocks;
+  if (merges) shared_.exchange.meet_lane(lane.t, plan);  // a block's chunks may be other threads'
   before = 0;
   for (int block = 0; block < blocks; before += chunks_of(block), ++block) {
     float* states = partials + before * chunk_floats;
-    // unmerged states are finished by who computed them
-    const bool mine = total > blocks ? block % members == member : before >= begin && before < end;
-    if (!mine) continue;
+    const bool computed = before >= begin && before < end;
+    if (merges ? block % members != member : !computed) continue;
     for (int chunk = 1; chunk < chunks_of(block); ++chunk)
-      for (int q = 0; q < group_; ++q)
+      for (int q = 0; q < heads_per_kv_; ++q)
         shared_.kernels.merge_states(states + q * (dim + kStateExtra),
                                      states + chunk * chunk_floats + q * (dim + kStateExtra), dim);
     finish(lane, block_of(block), states);

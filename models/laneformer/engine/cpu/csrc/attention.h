@@ -11,11 +11,11 @@ class Attention {
  public:
   Attention(Shared& shared, const KvMemory& kv);
 
-  // What one thread of a lane's group works on.
+  // What one of a lane's threads works on.
   struct Lane {
-    int t, layer, own;  // the lane's number on the thread
+    int t, layer, own;  // own: the lane's number on the thread
     const Pass& pass;
-    float* qkv;    // [column][qkv_stride]: queries, keys, values, by the group's threads together
+    float* qkv;    // [column][qkv_stride]: queries, keys, values, which the lane's threads have written together
     float* mixed;  // [column][mixed_stride]: the inputs of wo
   };
   static int qkv_stride(const ModelSpec& spec) { return static_cast<int>(round_up(spec.qkv_rows(), 32)); }
@@ -29,9 +29,9 @@ class Attention {
   };
   struct Scratch {  // [query of a block][...]
     Pages query, scores, mixed, states, totals;
-    Pages normed;    // queries or keys of all heads, where one norm is of them all
+    Pages normed;    // all heads' queries or keys, where they have one norm
     Pages widened;   // a chunk's keys and values in fp32
-    Pages partials;  // [chunk of a column and KV head][query][...]; the leader's, for all of a lane's group
+    Pages partials;  // [chunk of a column and KV head][query][...]; the leader's, which a lane's threads share
   };
   void reserve(int t);
   void norm_heads(const Lane& lane);
@@ -48,7 +48,7 @@ class Attention {
   Shared& shared_;
   const ModelSpec& spec_;
   const KvMemory& kv_;
-  const int group_, kv_heads_;  // query heads of a KV head; KV heads of a lane
+  const int heads_per_kv_, kv_heads_;  // query heads that share a KV head; KV heads of a lane
   std::vector<Scratch> scratch_;  // by thread
 };
 

@@ -1,8 +1,7 @@
 // What is added to products or enters a softmax beside them, in fp32: biases of a layer's matrices and
 // router, and the scores of attention sinks. Rows lie as the products' outputs do, padded with zeros.
 //
-// Outputs of attention and of experts' down projections are sums over lanes: their bias joins the first
-// lane's.
+// Outputs of attention and of experts' down projections are sums over lanes: their bias joins the first lane's.
 #pragma once
 #include <string>
 
@@ -15,17 +14,16 @@ class Biases {
  public:
   explicit Biases(const ModelSpec& spec);
 
-  // Of wq, wk, wv, wo, sinks, router, or of all experts' w1, w2 or w3: how many a layer has, 0 where the model
-  // has none.
+  // Returns how many biases a layer has of wq, wk, wv, wo, sinks, router, or of all experts' w1, w2 or w3; none: 0.
   size_t values(const std::string& part) const;
-  // So many; false when one is not finite.
+  // Sets all of them; returns false when one is not finite.
   bool set(const std::string& part, int layer, const void* data, DType from);
 
   const float* qkv(int layer, int lane) const {
     return at(qkv_, qkv_rows(), size_t(layer) * spec_.lanes + lane);
   }
   const float* output(int layer) const { return at(output_, spec_.padded_hidden(), layer); }
-  const float* sinks(int layer, int lane) const {  // of the lane's query heads
+  const float* sinks(int layer, int lane) const {  // [query head of the lane]
     return at(sinks_, spec_.query_heads, layer) + lane * (spec_.query_heads / spec_.lanes);
   }
   const float* router(int layer) const { return at(router_, round_up(spec_.experts, 32), layer); }

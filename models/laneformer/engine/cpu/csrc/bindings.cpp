@@ -139,7 +139,7 @@ bool set_blocks(Decoder& decoder, const std::string& part, int layer, Bytes data
   return decoder.model.set_blocks(part, layer, data.data(), blocks);
 }
 
-// In plain values, or in rows of blocks.
+// Sets the embedding from plain values, or from rows of blocks.
 bool set_embedding(Decoder& decoder, Bytes data, const std::string& dtype) {
   const size_t values = size_t(decoder.model.spec().vocab) * decoder.model.spec().hidden;
   const BlockFormat* blocks = block_format(dtype);
@@ -202,7 +202,7 @@ void map_part(Decoder& decoder, int index, Bytes data) {
   decoder.model.map_part(index, data.data());
 }
 
-// One draw, for tests: after `prompt` and `output`, with the noise of `position`.
+// Draws a token, for tests: after `prompt` and `output`, with the noise of `position`.
 int sample(Floats logits, nb::handle request, std::vector<int> prompt, std::vector<int> output, int position) {
   const int vocab = static_cast<int>(logits.size());
   const SamplingOptions sampling = sampling_from(request);
@@ -212,7 +212,7 @@ int sample(Floats logits, nb::handle request, std::vector<int> prompt, std::vect
   return sampler.choose(logits.data(), position);
 }
 
-// The logits after every id, flat, in plain loops (scalar.h), for tests.
+// Computes the logits after every id, flat, in plain loops (scalar.h), for tests.
 auto scalar(nb::dict spec, const std::map<std::string, Floats>& tensors, const std::vector<int>& ids) {
   const ModelSpec s = spec_from(spec);
   PlainTensors plain;
@@ -224,7 +224,7 @@ auto scalar(nb::dict spec, const std::map<std::string, Floats>& tensors, const s
   return to_numpy(scalar_logits(s, plain, ids));
 }
 
-// Rows of fp32 weights as int8, flat, and their scales, which are not finite where a weight is not; for GPUs.
+// Rounds rows of fp32 weights to int8, flat, with their scales, which are not finite where a weight is not; for GPUs.
 nb::tuple quantise_rows(Floats weights) {
   const size_t rows = weights.shape(0), inputs = weights.shape(1);
   std::vector<int8_t> numbers(rows * inputs);
@@ -245,8 +245,7 @@ nb::tuple quantise_rows(Floats weights) {
   return nb::make_tuple(to_numpy(std::move(numbers)), to_numpy(std::move(scales)));
 }
 
-// One matrix product: what `job` packs as `dtype`, times x (columns, inputs). The packed bytes, and the
-// outputs (columns, rows), flat.
+// Multiplies what `job` packs as `dtype` by x (columns, inputs). Returns the packed bytes, and flat outputs (columns, rows).
 nb::tuple multiply_packed(const PackJob& job, Floats x, DType dtype, const std::string& math, const std::string& isa) {
   const int rows = job.rows, inputs = job.inputs;
   const int columns = static_cast<int>(x.shape(0)), stride = static_cast<int>(round_up(inputs, kTileRows));
@@ -270,8 +269,7 @@ nb::tuple multiply_packed(const PackJob& job, Floats x, DType dtype, const std::
   return nb::make_tuple(to_numpy(std::vector<uint8_t>(tape.bytes(), tape.bytes() + matrix.bytes())), to_numpy(y));
 }
 
-// For tests: weights (rows, inputs) in float32; or rows of blocks, and those rows as they come out of the
-// tape again.
+// For tests: multiply by weights (rows, inputs) in float32; or by rows of blocks, which come back from the tape, too.
 nb::tuple multiply(Floats weights, Floats x, const std::string& dtype, const std::string& math,
                    const std::string& isa) {
   const int rows = static_cast<int>(weights.shape(0)), inputs = static_cast<int>(weights.shape(1));

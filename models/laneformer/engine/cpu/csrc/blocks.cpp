@@ -37,7 +37,7 @@ uint16_t half_at(const uint8_t* block, int at) {
 }
 float float_at(const uint8_t* block, int at) { return half_to_float(half_at(block, at)); }
 
-// 16 bytes: inputs 0 to 15 in their low halves, 16 to 31 in the high ones.
+// Reads 16 bytes: inputs 0 to 15 in their low halves, 16 to 31 in the high ones.
 void split_nibbles(const uint8_t* bytes, uint8_t* bits) {
   for (int i = 0; i < 16; ++i) bits[i] = bytes[i] & 15, bits[16 + i] = bytes[i] >> 4;
 }
@@ -52,7 +52,7 @@ void read_q4_1(const uint8_t* block, int, BlockGroup& out) {  // d, m, nibbles
   split_nibbles(block + 4, out.bits);
 }
 
-void add_fifth_bits(const uint8_t* bytes, uint8_t* bits) {  // bit i is of input i
+void add_fifth_bits(const uint8_t* bytes, uint8_t* bits) {  // bit i belongs to input i
   for (int i = 0; i < kGroupInputs / 8; ++i) {
     uint64_t eight, spread = bytes[i] * 0x0101010101010101ull & 0x8040201008040201ull;  // a byte has one bit, or none
     spread = (spread + 0x7f7f7f7f7f7f7f7full) >> 7 & 0x0101010101010101ull;
@@ -79,7 +79,7 @@ void read_q8_0(const uint8_t* block, int, BlockGroup& out) {  // d, signed bytes
   std::memcpy(out.bits, block + 2, kGroupInputs);
 }
 
-// Scales and minima of eight groups, six bits each, in twelve bytes after d and dmin.
+// Reads scales and minima of eight groups, six bits each, in twelve bytes after d and dmin.
 void read_k_scales(const uint8_t* block, int group, BlockGroup& out) {
   const uint8_t* s = block + 4;
   const int j = group & 3;
@@ -92,7 +92,7 @@ void read_k_scales(const uint8_t* block, int group, BlockGroup& out) {
   out.super[0] = half_at(block, 0), out.super[1] = half_at(block, 2) ^ 0x8000;
 }
 
-// 32 bytes for two groups: the first in the low halves.
+// Reads 32 bytes for two groups: the first one is in the low halves.
 void read_k_nibbles(const uint8_t* bytes, int group, BlockGroup& out) {
   for (int i = 0; i < kGroupInputs; ++i) out.bits[i] = bytes[group / 2 * 32 + i] >> group % 2 * 4 & 15;
 }
@@ -123,7 +123,7 @@ void read_iq4_xs(const uint8_t* block, int group, BlockGroup& out) {  // d, high
   split_nibbles(block + 8 + 16 * group, out.bits);
 }
 
-// An exponent, nibbles. The scale is half of 2^(exponent - 127), as levels are doubled; with exponents beyond
+// Reads an exponent, nibbles. The scale is half of 2^(exponent - 127), as levels are doubled; with exponents beyond
 // 252 the largest weights are no float32.
 void read_mxfp4(const uint8_t* block, int, BlockGroup& out) {
   const int exponent = block[0];
@@ -143,7 +143,7 @@ constexpr BlockFormat kFormats[] = {
 
 // --- tiles --------------------------------------------------------------------------------------------------------
 
-struct Place {  // of a row in a tile's group of inputs
+struct Place {  // where a row's bits and scales are in a tile's group of inputs
   Place(DType held, int row, int index, int groups_before)
       : traits(traits_of(held)), lines(traits.bits == 8 ? 8 : 4), planes(traits.bits == 8 ? 0 : traits.bits - 4),
         scale_size(scale_bytes(held)), group(group_at(index, held, groups_before)) {
@@ -156,8 +156,8 @@ struct Place {  // of a row in a tile's group of inputs
   int supers() const { return traits.super ? 1 + traits.minima : 0; }
 
   const DTypeTraits& traits;
-  const int lines, planes, scale_size;            // how many, and bytes of one
-  size_t group, line = 0, scales = 0, super = 0;  // where
+  const int lines, planes, scale_size;            // how many lines and planes; bytes of a scale
+  size_t group, line = 0, scales = 0, super = 0;  // byte offsets in the tile
 };
 
 }  // namespace
@@ -201,7 +201,7 @@ void widen(const BlockGroup& group, DType held, float* out) {
 
 void place_group(const BlockGroup& group, DType held, int row, char* tile, int index, int groups_before) {
   const Place place(held, row, index, groups_before);
-  uint32_t word[8], high[2] = {};  // of four inputs each
+  uint32_t word[8], high[2] = {};  // each word has four inputs
   std::memcpy(word, group.bits, sizeof word);
   for (int i = 0; i < 8; ++i) {
     if (place.planes == 1) high[0] |= (word[i] >> 4 & 0x01010101) << i;

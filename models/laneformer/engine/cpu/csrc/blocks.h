@@ -14,16 +14,15 @@
 namespace laneformer {
 
 // 32 inputs of a row: a weight is (bits - zero) * scale + minimum, by the traits of the tape's type. Scales and minimum
-// are fp16, mxfp4's scales bf16, and of a superblock signed bytes over `super`, fp16 too; scale[0] is of the first 16
-// inputs.
+// are fp16, mxfp4's scales bf16, a superblock's signed bytes times `super` (fp16); scale[0] is for the first 16 inputs.
 struct BlockGroup {
   uint8_t bits[kGroupInputs];
-  uint16_t scale[2], minimum, super[2];  // of the scales, of the minimum
+  uint16_t scale[2], minimum, super[2];  // super: the factor of the scales, that of the minimum
 };
 
 struct BlockFormat {
   const char* name;  // as the file calls it, in lower case
-  int inputs, bytes;  // of a block
+  int inputs, bytes;  // in a block
   DType held;
   void (*read)(const uint8_t* block, int group, BlockGroup& out);
 };
@@ -31,10 +30,10 @@ struct BlockFormat {
 std::span<const BlockFormat> block_formats();
 const BlockFormat* block_format(const std::string& name);  // null where there is none
 
-void read_group(const BlockFormat& format, const void* row, int group, BlockGroup& out);  // of a row of whole blocks
+void read_group(const BlockFormat& format, const void* row, int group, BlockGroup& out);  // row: whole blocks
 bool is_finite(const BlockGroup& group, DType held);
 void widen(const BlockGroup& group, DType held, float* out);  // (32,)
-// Into a tile, whose group of inputs `index` is the superblock's `groups_before` + `index`; and out of it.
+// Put a group into a tile, and take it out: its group of inputs `index` is the superblock's `groups_before` + `index`.
 void place_group(const BlockGroup& group, DType held, int row, char* tile, int index, int groups_before);
 void take_group(const char* tile, DType held, int row, int index, int groups_before, BlockGroup& out);
 

@@ -1,4 +1,4 @@
-// What threads give each other: a mailbox of modules' partial outputs, and a counter of each thread and kind.
+// What threads give each other: a mailbox of modules' partial outputs, and a counter for each thread and kind of event.
 //
 // A thread writes a slot, then publishes its count; whoever has seen the count may read the slot. Slots are
 // a ring over layers. All of it lies in one region.
@@ -24,17 +24,16 @@ struct alignas(128) Counter {  // a line of Apple's cores, and the two that x86 
 
 class Exchange {
  public:
-  enum Count : int { kModulesDone, kMet, kGroupMet };  // meetings of all threads; of those that share a lane
+  enum Count : int { kModulesDone, kMet, kLaneMet };  // kMet: meetings of all threads; kLaneMet: of those of a lane
   struct Shape {
     int ring_layers, lanes, threads;
-    size_t floats;  // of a slot
+    size_t floats;  // in a slot
     size_t counters() const { return kCounts * size_t(threads); }
     size_t slots() const { return ring_layers * 2 * size_t(lanes); }
-    // Of one counter, in a ring: whoever waits for a count is less than this behind the thread that
-    // publishes it.
+    // A counter's stamps are a ring: whoever waits for a count is less than this behind the thread that publishes it.
     size_t stamps() const { return size_t(8) * ring_layers; }
-    size_t head_bytes() const { return counters() * (sizeof(Counter) + stamps() * sizeof(Stamp)); }
-    size_t bytes() const { return head_bytes() + slots() * floats * sizeof(float); }
+    size_t counter_bytes() const { return counters() * (sizeof(Counter) + stamps() * sizeof(Stamp)); }
+    size_t bytes() const { return counter_bytes() + slots() * floats * sizeof(float); }
   };
 
   Exchange(const Shape& shape, int spin_turns)
@@ -43,10 +42,10 @@ class Exchange {
         memory_(shape.bytes()),
         counters_(reinterpret_cast<Counter*>(memory_.bytes())),
         stamps_(reinterpret_cast<Stamp*>(memory_.bytes() + shape.counters() * sizeof(Counter))),
-        slots_(reinterpret_cast<float*>(memory_.bytes() + shape.head_bytes())) {}
+        slots_(reinterpret_cast<float*>(memory_.bytes() + shape.counter_bytes())) {}
 
-  // Of every count; 0: no delay line. While no thread uses the exchange. first_of_lane: for each thread the
-  // first one of those that share its lane.
+  // Sets the time from publishing a count to its arrival; 0: no delay line. No thread may use the exchange meanwhile.
+  // first_of_lane: for each thread the first one of those that share its lane.
   void set_latency(double link_s, std::vector<int> first_of_lane) {
     link_s_ = link_s;
     first_of_lane_ = std::move(first_of_lane);
@@ -56,12 +55,12 @@ class Exchange {
     return slots_ + ((layer % shape_.ring_layers * 2 + module) * shape_.lanes + lane) * shape_.floats;
   }
 
-  // By thread t alone; counts go up one by one.
+  // Only thread t calls this for its counters; counts go up one by one.
   void publish(Count what, int t, uint64_t count) {
     if (link_s_ > 0.0) [[unlikely]] stamp_arrival(what, t, count);
     counter(what, t).store(count, std::memory_order_release);
   }
-  // Until every thread of [first, last) but t has published `count` or more.
+  // Waits until every thread of [first, last) but t has published `count` or more.
   void wait_for(Count what, int t, int first, int last, uint64_t count) const {
     for (int peer = first; peer < last; ++peer) {
       if (peer == t) continue;
@@ -72,10 +71,10 @@ class Exchange {
   // Every thread waits for every other.
   void meet(int t) { meet(kMet, t, 0, shape_.threads); }
   // The threads that share a lane wait for each other; nothing to do where a lane has one thread.
-  void meet_group(int t, const ThreadPlan& plan) {
-    if (plan.members > 1) meet(kGroupMet, t, plan.leader, plan.leader + plan.members);
+  void meet_lane(int t, const ThreadPlan& plan) {
+    if (plan.members > 1) meet(kLaneMet, t, plan.leader, plan.leader + plan.members);
   }
-  // Every thread has finished so many modules, of all passes together.
+  // Waits until every thread has finished so many modules, counted over all passes.
   void wait_for_modules(int t, uint64_t modules) const {
     wait_for(kModulesDone, t, 0, shape_.threads, modules);
   }
@@ -101,7 +100,7 @@ class Exchange {
     return std::chrono::nanoseconds(std::chrono::steady_clock::now().time_since_epoch()).count();
   }
 
-  // Before the count, which orders the stamp for whoever reads it.
+  // Comes before the count, whose release orders the stamp for whoever reads it.
   void stamp_arrival(Count what, int t, uint64_t count) {
     stamp(what, t, count).store(now_ns() + static_cast<int64_t>(1e9 * link_s_), std::memory_order_relaxed);
   }

@@ -8,7 +8,7 @@ namespace laneformer {
 
 namespace {
 
-// KV heads of a layer by thread; a lane's are with the first of its threads.
+// Returns a layer's KV heads by thread; a lane's are with the first of its threads.
 std::vector<int> kv_heads_of(const Model& model) {
   std::vector<int> heads;
   for (int t = 0; t < model.threads(); ++t) {
@@ -41,7 +41,7 @@ CpuExecutor::CpuExecutor(const Model& model, Team& team, const Kernels& kernels,
   if (!spec.draft_layers) return;
   const auto [block, rows] = model.draft_bytes();
   const auto share = [&](size_t bytes) { return double(bytes) / double(model.bytes()); };
-  schedule_.draft_with_head({spec.draft_ids, share(block), share(block + rows)});
+  schedule_.draft_with_mtp({spec.draft_ids, share(block), share(block + rows)});
 }
 
 CpuExecutor::~CpuExecutor() {
@@ -62,14 +62,13 @@ void CpuExecutor::on_all_threads(const std::function<void(int)>& job) {
   team_.run(job);
 }
 
-// There is something to run again.
+// Starts the threads, as there is something to run again.
 void CpuExecutor::wake() {
-  team_.wait();  // its threads are on their way out
+  team_.wait();  // until all have left run_passes, so that nobody still reads the last order
   team_.post([this](int t) { run_passes(t); });
 }
 
 void CpuExecutor::run_passes(int t) {
-  meet(t);  // nobody issues a pass before everybody has read the last order
   for (;;) {
     const uint64_t next = ++orders_seen_[t].value;
     if (t == 0) {
@@ -81,14 +80,14 @@ void CpuExecutor::run_passes(int t) {
     }
     if (!orders_.runs) return;
     by(orders_.pass).run_pass(t, orders_.pass);
-    meet(t);
+    meet(t);  // all have read the order, which the first thread overwrites next, and written what it hands in
   }
 }
 
 void CpuExecutor::run_pass(int t, const Pass& pass) {
   if (pass.ops && !apply_ops(t, pass)) return;
   if (pass.columns) layers_.run(t, pass);
-  if (pass.head_columns) head_.run(t, pass);
+  if (pass.logit_columns) head_.run(t, pass);
 }
 
 void CpuExecutor::draft_with(CpuExecutor& small) {
@@ -101,7 +100,7 @@ void CpuExecutor::draft_with(CpuExecutor& small) {
   schedule_.draft_with(small.kv_.shape(), double(other.bytes()) / double(large.bytes()));
 }
 
-// By the first thread, while all others wait: what the last pass gave, and what comes next.
+// Hands in the results of the last pass, and asks for the next one: in the first thread, while all others wait.
 void CpuExecutor::issue_pass() {
   CpuExecutor& last = by(orders_.pass);
   PassResult result{last.head_.logits(), last.head_.stride(), last.orders_.overflowed.exchange(0),
@@ -114,10 +113,10 @@ void CpuExecutor::issue_pass() {
   orders_.runs = true;
 }
 
-// What happens to KV caches before the layers; false where there is no memory for it.
+// Runs the pass's KV operations, before its layers. Returns false where there is no memory for one.
 bool CpuExecutor::apply_ops(int t, const Pass& pass) {
   if (t == 0) orders_.applied = kv_.apply(pass);
-  meet(t);
+  meet(t);  // copies need the caches that the first thread has opened, and all threads its verdict
   if (orders_.applied < pass.ops) return false;
   kv_.copy(t, pass);
   return true;

@@ -1,6 +1,7 @@
 // Executes the passes that the schedule plans (schedule.h), on persistent threads.
 //
-// Two meetings of all threads a pass: before the first thread asks for the next pass, and before that runs. layers.h and head.h have what a thread does in between.
+// The first thread issues a pass and counts it in Orders::issued, for which the others wait; all meet at its end, before the
+// next order overwrites it, and after its KV operations, if any. layers.h and head.h have what a thread does in between.
 #pragma once
 #include <unistd.h>
 
@@ -26,7 +27,7 @@ class CpuExecutor {
   CpuExecutor(const Model& model, Team& team, const Kernels& kernels, Math math, double processors);
   ~CpuExecutor();
 
-  // Where requests join, and from where their results come. `leave` and `leave_all` do nothing in a forked child,
+  // The schedule takes requests and gives their results. `leave` and `leave_all` do nothing in a forked child,
   // which has none of the threads, and whose mutexes may never be free.
   Schedule& schedule() { return schedule_; }
   void leave(int64_t ticket);
@@ -42,13 +43,12 @@ class CpuExecutor {
   size_t tune(int64_t bytes);
   double probe();  // bytes/s at which the threads read memory
   double probe_products();  // multiply-adds/s of the model's products with weights from the caches, for full passes
-  // Of what threads of different lanes give each other; changes no result. False where threads share every lane.
+  // Delays what threads of different lanes give each other; changes no result. False where all threads share all lanes.
   bool set_latency(double link_s);
-  // Another executor's model, with as many threads and the same vocabulary, drafts for this one's: on this
-  // one's threads. It must outlive this one, and take no requests of its own. Throws std::invalid_argument
-  // where it cannot.
+  // Lets another executor's model, with as many threads and the same vocabulary, draft for this one's, on this one's threads.
+  // It must outlive this one, and take no requests of its own. Throws std::invalid_argument where it cannot.
   void draft_with(CpuExecutor& small);
-  void set_ladder();  // of a model without a delay (else std::invalid_argument): as Ladder Residual joins
+  void set_ladder();  // joins as Ladder Residual does; std::invalid_argument for a model with a delay
 
  private:
   void on_all_threads(const std::function<void(int)>& job);
@@ -56,7 +56,7 @@ class CpuExecutor {
   void run_passes(int t);
   void issue_pass();
   void run_pass(int t, const Pass& pass);
-  CpuExecutor& by(const Pass& pass) { return pass.of == Of::small_model ? *draft_ : *this; }
+  CpuExecutor& by(const Pass& pass) { return pass.network == Network::small_model ? *draft_ : *this; }
   bool apply_ops(int t, const Pass& pass);
   void meet(int t) { shared_.exchange.meet(t); }
   double probe(int t, Pages& buffer);
@@ -69,7 +69,7 @@ class CpuExecutor {
   Layers layers_;
   LmHead head_;
   CpuExecutor* draft_ = nullptr;
-  std::vector<Counter> orders_seen_;  // by thread
+  std::vector<Counter> orders_seen_;  // by thread: the orders that it has waited for
   const pid_t process_ = getpid();
 };
 

@@ -7,7 +7,7 @@
 namespace laneformer {
 
 namespace {
-constexpr int kScoredColumns = 8;  // at a time: so few are read as they are by every instruction set
+constexpr int kScoredColumns = 8;  // scored at a time: every instruction set reads so few as they are
 }  // namespace
 
 Experts::Experts(Shared& shared)
@@ -32,16 +32,16 @@ void Experts::reserve(int t) {
 void Experts::run(const Lane& lane) {
   const ThreadPlan& plan = shared_.model.plan(lane.t);
   score(lane);
-  shared_.exchange.meet_group(lane.t, plan);
+  shared_.exchange.meet_lane(lane.t, plan);  // all rows of the scores are there
   Scratch& w = scratch_[lane.t];
   for (auto& columns : w.served) columns.clear();
   for (int c = 0; c < lane.columns; ++c) choose(scores(lane) + c * score_stride(), c, w);
   enter(lane);
-  shared_.exchange.meet_group(lane.t, plan);
+  shared_.exchange.meet_lane(lane.t, plan);  // all gated rows are there
   leave(lane);
 }
 
-// This thread's rows of the router, exact whatever the math: a score that is rounded is another expert.
+// Computes this thread's rows of the router, exact whatever the math, as a rounded score may choose another expert.
 void Experts::score(const Lane& lane) {
   const Matrix& router = shared_.model.plan(lane.t).layers[lane.layer][lane.own].router;
   const auto multiply = shared_.kernels.products[int(Math::exact)][int(DType::fp32)].multiply;
@@ -49,7 +49,7 @@ void Experts::score(const Lane& lane) {
   for (int c = 0; c < lane.columns; c += kScoredColumns) {
     const auto* x = reinterpret_cast<const char*>(lane.x + c * hidden);
     multiply(shared_.model.tiles(lane.t, router), router.rows, router.k_pairs(),
-             {x, hidden * sizeof(float), shared_.products.ahead},
+             {x, hidden * sizeof(float), shared_.products.prefetch_bytes},
              scores(lane) + c * score_stride() + router.first_row, static_cast<int>(score_stride()),
              std::min(kScoredColumns, lane.columns - c));
   }
@@ -58,8 +58,7 @@ void Experts::score(const Lane& lane) {
                      lane.columns);
 }
 
-// The experts of the largest scores, of equal ones the first, and their weights: a softmax of all scores, or
-// of theirs.
+// Chooses the experts of the largest scores (of equal ones the first) and their weights: a softmax of all scores, or theirs.
 void Experts::choose(const float* scores, int column, Scratch& w) const {
   const auto odds = [&](int expert, int top) {
     return std::exp(double(scores[expert]) - double(scores[top]));
@@ -85,7 +84,7 @@ void Experts::choose(const float* scores, int column, Scratch& w) const {
     if (taken(e)) w.served[e].back().weight = static_cast<float>(odds(e, top) / total);
 }
 
-// Every expert's gated rows of its columns.
+// Computes every expert's gated rows of its columns.
 void Experts::enter(const Lane& lane) {
   Scratch& w = scratch_[lane.t];
   const size_t hidden = spec_.padded_hidden(), wide = spec_.gate_up_rows();
@@ -108,7 +107,7 @@ void Experts::enter(const Lane& lane) {
   }
 }
 
-// The weighted sum of the experts' outputs, this thread's rows of it.
+// Computes this thread's rows of the weighted sum of the experts' outputs.
 void Experts::leave(const Lane& lane) {
   Scratch& w = scratch_[lane.t];
   const size_t hidden = spec_.padded_hidden();

@@ -85,7 +85,7 @@ void KvMemory::copy(int t, const Pass& pass) const {
     if (pass.op[i].kind == KvOp::copy) copy(t, pass.op[i]);
 }
 
-// Of layers with windows, only the pages that a window before the end needs.
+// Copies keys and values; in layers with windows, only the pages that a window before the end needs.
 void KvMemory::copy(int t, const KvOp& c) const {
   const KvShape whole = shape();
   for (int layer = 0; layer < spec_.all_layers(); ++layer) {

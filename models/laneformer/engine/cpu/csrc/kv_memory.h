@@ -1,7 +1,7 @@
 // The bytes of keys and values: every layer of a cache has room for all positions, and memory only for those
 // that were written. Which caches there are, and what they hold, is the schedule's to know (prefix.h).
 //
-// The first thread calls everything but `copy`, between two passes; what files need, anybody at any time.
+// The first thread calls everything but `copy`, between two passes; what files need may be called by anybody at any time.
 #pragma once
 #include <map>
 #include <mutex>
@@ -23,11 +23,11 @@ class KvMemory {
   KvMemory(const ModelSpec& spec, std::vector<int> heads);
 
   KvShape shape() const;
-  // All operations of a pass but its copies; returns how many of them, in order, had memory.
+  // Does all operations of a pass but its copies; returns how many of them, in order, had memory.
   int apply(const Pass& pass);
-  void copy(int t, const Pass& pass) const;  // the copies, by every thread
+  void copy(int t, const Pass& pass) const;  // does thread t's part of the copies
 
-  // Of one of thread t's KV heads, in tiles of 16 positions (AttendArgs).
+  // Return the keys and values of one of thread t's KV heads, in tiles of 16 positions (AttendArgs).
   char* keys(int t, int cache, int layer, int head) const {
     return caches_[cache][t].bytes() + at(layer, head, t);
   }
@@ -56,11 +56,11 @@ class KvMemory {
 
   const ModelSpec& spec_;
   const std::vector<int> heads_;
-  const size_t position_bytes_;  // of a head's keys, or values
-  const size_t head_bytes_;      // whole pages for all positions
-  const int all_heads_;          // of a layer
-  std::vector<size_t> bytes_;    // of a cache, by thread
-  std::mutex mutex_;             // while caches open and close
+  const size_t position_bytes_;  // a position's bytes of a KV head's keys, or values
+  const size_t head_bytes_;      // whole pages that hold all positions of these
+  const int all_heads_;          // KV heads of a layer
+  std::vector<size_t> bytes_;    // a cache's bytes by thread
+  std::mutex mutex_;             // held while caches open and close
   std::vector<Cache> caches_;
   std::map<int, Cache> given_;
 };

@@ -1,11 +1,10 @@
 // One pass of a block of positions through the layers of all lanes.
 //
-// A thread runs its lanes' modules without a barrier; it publishes each module's partial outputs in a
-// mailbox and then counts up its own modules done (exchange.h). Only a join that needs other lanes waits:
-// PRESENT for this module, PAST for the module `delay` layers ago. Where threads outnumber lanes, a group of
-// threads shares each lane: its members own rows of the lane's matrices, keep a copy each of its residual
-// stream, and meet within a module. No column's result depends on which other columns it shares the pass
-// with, not in a single bit (on the matrix unit: as long as they are four or more, or fewer; kernels/amx.h).
+// A thread runs its lanes' modules without a barrier; it publishes each module's partial outputs in a mailbox and then
+// counts up its own modules done (exchange.h). Only a join that needs other lanes waits: PRESENT for this module, PAST for
+// the module `delay` layers ago. Where threads outnumber lanes, several threads share each lane: they own rows of its
+// matrices, keep a copy each of its residual stream, and meet within a module. No column's result depends, in a single bit,
+// on the columns beside it (on the matrix unit: as long as they are four or more, or fewer; kernels/amx.h).
 //
 //   C columns (positions of the block)   D hidden   L lanes; every row is padded to 32 floats with zeros
 #pragma once
@@ -22,36 +21,36 @@ static_assert(kMaxColumns == kPassColumns);
 
 class Layers {
  public:
-  Layers(Shared& shared, const KvMemory& kv, Schedule& schedule);  // which takes the partials that a pass keeps
+  Layers(Shared& shared, const KvMemory& kv, Schedule& schedule);  // the schedule takes the partials that a pass keeps
 
   void run(int t, const Pass& pass);
-  float* stream(int t, int own, int column) const {  // (D,) of the thread's lane number `own`, after the layers
+  // Returns the residual stream (D,) of the thread's lane number `own`.
+  float* stream(int t, int own, int column) const {
     return scratch_[t].streams.floats() + (size_t(own) * kMaxColumns + column) * spec_.padded_hidden();
   }
-  // For measurements: multiplies as decoding does, until so many bytes of the thread's tape are read; joins
-  // as Ladder Residual does (arXiv 2501.06589), every sum one module late, which needs a model without a
-  // delay.
+  // For measurements: multiplies as decoding does, until so many bytes of the thread's tape are read.
   void read_tape(int t, size_t most);
-  // The thread's products of one layer for a full pass, its first tiles in place of all of a matrix's, which
-  // the cache holds; multiply-adds.
+  // For measurements: multiplies one layer's matrices for a full pass, with each one's first tiles in place of all, so that
+  // the cache holds them. Returns the multiply-adds.
   double multiply_cached(int t);
+  // Joins as Ladder Residual does (arXiv 2501.06589), every sum one module late; needs a model without a delay.
   void set_ladder();
 
  private:
   struct Scratch {
     Pages streams;          // [own lane][column][hidden]
-    Pages x, y;             // [column][...]: a matrix's inputs, its outputs
-    Pages prepared;         // ... the inputs as the product reads them
-    // Inputs of wo and w2, of the leader, for all of a lane's group. Those of w2 by own lane: a thread goes
-    // on to the next lane while others still read them.
+    Pages x, y;             // [column][...]: a matrix's inputs, its outputs; the leader's y holds q, k, v of all threads
+    Pages prepared;         // the inputs as the product reads them
+    // Inputs of wo and w2, in the leader's scratch, for all of a lane's threads; w2's have a place per lane, as a thread goes
+    // on to its next lane while others still read them.
     Pages attended, gated;  // [column][...], [own lane][column][...]
     Pages total, added;     // [hidden]
-    uint64_t layers = 0;    // that have run, of all passes together
+    uint64_t layers_run = 0;  // counts over all passes: the number of the layer under way
   };
   void reserve(int t);
   void embed(int t, const Pass& pass);
   void run_layer(int t, int layer, const Pass& pass);
-  void enter_head(int t, const Pass& pass);
+  void enter_mtp(int t, const Pass& pass);
   void flush(int t, const Pass& pass);
   void deliver(int t, int lane, int column, float* stream);
   void attention(int t, int layer, int own, const Pass& pass, float* partial);
@@ -60,7 +59,7 @@ class Layers {
   void multiply(int t, const Matrix& matrix, const float* x, int x_stride, float* y, int y_stride, int columns);
   void join_lanes(int t, int layer, Module module, const Pass& pass);
   void join_late(int t, int layer, Module module, const Pass& pass);
-  void add_sum(int t, uint64_t number, int of_pass, const Pass& pass);
+  void add_sum(int t, uint64_t module_count, int module_of_pass, const Pass& pass);
   void keep_partials(int t, int layer, Module module, const Pass& pass);
 
   Shared& shared_;

@@ -1,5 +1,4 @@
-// What is measured: how far ahead to prefetch, the bandwidth of memory, and what a slower link between lanes
-// costs.
+// Measurements: how far ahead to prefetch, the bandwidth of memory, and what a slower link between lanes costs.
 #include <algorithm>
 #include <array>
 #include <cstring>
@@ -14,17 +13,17 @@ namespace laneformer {
 size_t CpuExecutor::tune(int64_t bytes) {
   constexpr size_t kLeast = size_t{64} << 20, kMost = size_t{96} << 20;  // more than caches; enough to tell apart
   constexpr int kRounds = 3, kCount = std::size(kAhead);
-  size_t& ahead = shared_.products.ahead;
+  size_t& prefetch_bytes = shared_.products.prefetch_bytes;
   const Model& model = shared_.model;
-  if (bytes >= 0) return ahead = static_cast<size_t>(bytes);
-  if (model.bytes() < kLeast) return ahead;
+  if (bytes >= 0) return prefetch_bytes = static_cast<size_t>(bytes);
+  if (model.bytes() < kLeast) return prefetch_bytes;
   std::array<std::array<double, kRounds>, kCount> seconds;
   on_all_threads([&](int t) {
     for (int turn = -1; turn < kRounds * kCount; ++turn) {  // the first one touches the pages
       const int i = (turn + kCount) % kCount;
       meet(t);
       const double began = now_s();
-      if (t == 0) ahead = kAhead[i];
+      if (t == 0) prefetch_bytes = kAhead[i];
       meet(t);
       layers_.read_tape(t, kMost / model.threads());
       meet(t);
@@ -36,7 +35,7 @@ size_t CpuExecutor::tune(int64_t bytes) {
     return of[kRounds / 2];
   };
   const auto faster = [&](const auto& a, const auto& b) { return median(a) < median(b); };
-  return ahead = kAhead[std::min_element(seconds.begin(), seconds.end(), faster) - seconds.begin()];
+  return prefetch_bytes = kAhead[std::min_element(seconds.begin(), seconds.end(), faster) - seconds.begin()];
 }
 
 double CpuExecutor::probe() {
@@ -49,7 +48,7 @@ double CpuExecutor::probe() {
   return bytes_per_s;
 }
 
-// The best of a few plain read loops over every thread's share of a large buffer.
+// Returns the bytes/s of the best of a few plain read loops over every thread's share of a large buffer.
 double CpuExecutor::probe(int t, Pages& buffer) {
   const size_t threads = shared_.model.threads(), share = kProbeBytes / threads / 1024 * 1024;
   double best = 0.0;
@@ -66,7 +65,7 @@ double CpuExecutor::probe(int t, Pages& buffer) {
   return best;
 }
 
-// The best of a few turns of one layer.
+// Takes the best of a few turns of one layer.
 double CpuExecutor::probe_products() {
   constexpr int kTurns = 6;
   std::vector<double> products(shared_.model.threads());

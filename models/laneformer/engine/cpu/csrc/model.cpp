@@ -31,9 +31,8 @@ bool is_finite(uint16_t v, DType dtype) {
   return (v & exponent) != exponent;
 }
 
-// A row's scale: its largest magnitude becomes 127. As integers, magnitudes are ordered like the numbers and
-// NaN comes last, so the scale is not finite where a value is not. Rows too small for a scale are zeros,
-// whose scale is zero.
+// Returns a row's scale: its largest magnitude becomes 127. As integers, magnitudes are ordered like the numbers and NaN
+// comes last, so the scale is not finite where a value is not. Rows too small for a scale are zeros, whose scale is zero.
 float row_scale(const std::vector<float>& row) {
   uint32_t largest = 0;
   for (const float value : row) largest = std::max(largest, std::bit_cast<uint32_t>(std::fabs(value)));
@@ -48,10 +47,10 @@ int8_t quantised(float x, float scale) {  // to the nearest even integer: adding
 
 constexpr float kLargestInt4 = 0x1p21f;  // over 51, the smallest candidate's edge, it is still a scale in fp16
 
-// The nearest of the levels to x / scale, ties to the higher one.
+// Returns the level nearest to x, ties to the higher one.
 int nearest_level(float x) {
   static const auto kNearest = [] {
-    std::array<uint8_t, 2 * 127 + 1> nearest{};  // by twice the distance from the lowest level
+    std::array<uint8_t, 2 * 127 + 1> nearest{};  // indexed by twice the distance from the lowest level
     for (size_t i = 0, level = 0; i < nearest.size(); nearest[i++] = static_cast<uint8_t>(level))
       while (level < 15 && static_cast<int>(i) >= kLevels[level] + kLevels[level + 1]) ++level;
     return nearest;
@@ -59,14 +58,13 @@ int nearest_level(float x) {
   return kNearest[static_cast<int>(std::clamp(2.0f * (x + kZeroLevel), 0.0f, 254.0f))];
 }
 
-// A group of inputs as levels and one scale in fp16. Candidates map the value of largest magnitude near the
-// lowest or the highest level; each is refined to the scale of least squares for its levels, and the least
-// error wins.
+// Rounds a group of inputs to levels and a scale in fp16, which it returns. Candidates map the value of largest magnitude near
+// the lowest or the highest level; each is refined to the scale of least squares for its levels, and the least error wins.
 uint16_t quantise_group(const float* in, uint8_t* levels) {
   float peak = 0.0f;
   for (int k = 0; k < kGroupInputs; ++k) peak = std::fabs(in[k]) > std::fabs(peak) ? in[k] : peak;
   uint16_t best = 0;
-  float least = 0.0f;  // error over that of zeros
+  float least = 0.0f;  // the least error so far, minus that of zeros
   std::fill_n(levels, kGroupInputs, uint8_t{8});
   for (const float target : {-0.88f, -1.0f, -1.12f, 0.88f, 1.0f, 1.12f}) {
     const float edge = static_cast<float>(target < 0 ? kZeroLevel : 127 - kZeroLevel) * target;
@@ -92,7 +90,7 @@ uint16_t quantise_group(const float* in, uint8_t* levels) {
   return best;
 }
 
-// One row of groups into its tile (kernels.h).
+// Packs one row of int4 groups into its tile (kernels.h).
 bool pack_groups(const std::vector<float>& in, int row, char* tile) {
   bool finite = true;
   for (size_t first = 0; first < in.size(); first += kGroupInputs) {
@@ -109,7 +107,7 @@ bool pack_groups(const std::vector<float>& in, int row, char* tile) {
   return finite;
 }
 
-// Where a row's first input lies among the 64 values of a tile's first pair (kernels.h).
+// Returns where a row's first input lies among the 64 values of a tile's first pair (kernels.h).
 int first_in_tile(int row, DType dtype) {
   const int group = row / 16, in_group = row % 16;
   if (dtype == DType::int8) return 4 * in_group + 2 * group;
@@ -118,7 +116,7 @@ int first_in_tile(int row, DType dtype) {
 
 int odd_after_even(DType dtype) { return dtype == DType::bf16 || dtype == DType::int8 ? 1 : 16; }
 
-// One row of blocks into its tile, group by group.
+// Packs one row of blocks into its tile, group by group.
 bool pack_blocks(const PackJob& job, const char* in, int row, DType to, char* tile) {
   bool finite = true;
   for (int k = 0, index = 0; k < job.inputs; k += kGroupInputs, ++index) {
@@ -130,8 +128,7 @@ bool pack_blocks(const PackJob& job, const char* in, int row, DType to, char* ti
   return finite;
 }
 
-// Some inputs of a row to their places, an even one at a time with the odd one that follows; false where one
-// is not finite.
+// Copies some inputs of a row to their places, an even and an odd one at a time. Returns false where one is not finite.
 template <int kCount, int kOdd, class Value>
 bool copy_inputs(const char* from, Value exponent, Value* even) {
   Value in[kCount], unusual = 0;
@@ -144,8 +141,7 @@ bool copy_inputs(const char* from, Value exponent, Value* even) {
   return !unusual;
 }
 
-// Rows of the tile's own type, a few inputs of all of them at a time: lines of the tile stay in the first
-// cache.
+// Copies rows of the tile's own type, a few inputs of all of them at a time: lines of the tile stay in the first cache.
 template <class Value, int kOdd>
 bool copy_rows(const PackJob& job, int first, int count, int row, DType to, Value exponent, char* tile) {
   constexpr int kInputs = 32;
@@ -164,7 +160,7 @@ bool copy_rows(const PackJob& job, int first, int count, int row, DType to, Valu
   return finite;
 }
 
-// The job's inputs of one row, widened.
+// Reads the job's inputs of one row, widened.
 void read_row(const PackJob& job, int r, std::vector<float>& out) {
   if (!job.blocks) {
     for (int k = 0; k < job.inputs; ++k) out[k] = widened(job.source, job.from, size_t(r) * job.inputs + k);
@@ -181,7 +177,7 @@ void read_row(const PackJob& job, int r, std::vector<float>& out) {
   }
 }
 
-// One row into its tile; false when a value is not finite there.
+// Packs one row into its tile; returns false when a value is not finite there.
 bool pack_row(const std::vector<float>& in, int row, int pairs, DType to, char* tile) {
   if (to == DType::int4) return pack_groups(in, row, tile);
   const int even = first_in_tile(row, to), odd = even + odd_after_even(to);
@@ -203,7 +199,7 @@ bool pack_row(const std::vector<float>& in, int row, int pairs, DType to, char* 
   return finite;
 }
 
-// Rows of the job from `first` on to those from `row` on of a tile.
+// Packs rows of the job from `first` on to those from `row` on of a tile.
 bool pack_run(const PackJob& job, int first, int count, int row, const Matrix& matrix, char* tile) {
   const DType to = matrix.dtype;
   if (job.blocks && job.blocks->held == to) {
@@ -305,8 +301,7 @@ bool convert_blocks(const void* source, const BlockFormat& blocks, size_t count,
   return finite;
 }
 
-// Uniform, not normal: a benchmark needs plausible magnitudes, and four values come out of one multiplication
-// chain.
+// The values are uniform, not normal: a benchmark needs plausible magnitudes, and four come out of one multiplication chain.
 void fill_random(void* out, DType dtype, size_t count, uint64_t key, float deviation) {
   const float scale = deviation * std::sqrt(3.0f) / 32768.0f;
   for (size_t i = 0; i < count; i += 4) {

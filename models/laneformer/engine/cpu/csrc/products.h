@@ -13,8 +13,7 @@ class Products {
   Products(const Model& model, const Kernels& kernels, Math math)
       : model_(model), by_dtype_(kernels.products[static_cast<int>(math)]) {}
 
-  // Of the inputs of all columns of a pass, for any of the model's matrices; 0 where products read fp32 inputs as they
-  // are.
+  // Returns the bytes of a full pass's prepared inputs for any of the model's matrices; 0 where they are read as they are.
   size_t prepared_bytes(size_t inputs) const {
     size_t most = 0;
     for (const DType dtype : model_.dtypes()) {
@@ -26,22 +25,22 @@ class Products {
     return most;
   }
 
-  // The columns' inputs of a matrix as its product reads them, in `buffer` unless they are read as they are.
+  // Prepares the columns' inputs of a matrix as its product reads them, in `buffer` unless they are read as they are.
   Inputs prepare(const Matrix& matrix, const float* x, int x_stride, int columns, Pages& buffer) const {
     const Product& how = of(matrix.dtype);
-    if (!prepares(how, columns)) return {reinterpret_cast<const char*>(x), x_stride * sizeof(float), ahead};
+    if (!prepares(how, columns)) return {reinterpret_cast<const char*>(x), x_stride * sizeof(float), prefetch_bytes};
     how.prepare(x, x_stride, matrix.k_pairs(), columns, buffer.bytes());
-    return {buffer.bytes(), how.column_bytes(matrix.k_pairs()), ahead};
+    return {buffer.bytes(), how.column_bytes(matrix.k_pairs()), prefetch_bytes};
   }
 
-  // y[c][matrix.first_row ...] of all columns, from the tape of `owner`.
+  // Computes y[c][matrix.first_row ...] of all columns, from the tape of `owner`.
   void multiply(int owner, const Matrix& matrix, Inputs x, float* y, int y_stride, int columns) const {
     x.groups_before = matrix.groups_before;
     of(matrix.dtype).multiply(model_.tiles(owner, matrix), matrix.rows, matrix.k_pairs(), x, y + matrix.first_row,
                               y_stride, columns);
   }
 
-  size_t ahead = 3072;  // bytes of a tape to prefetch ahead, the same for all threads
+  size_t prefetch_bytes = 3072;  // how far ahead to prefetch a tape, the same for all threads
 
  private:
   const Product& of(DType dtype) const { return by_dtype_[static_cast<int>(dtype)]; }

@@ -13,7 +13,7 @@ namespace {
 using Bytes = nb::ndarray<const uint8_t, nb::ro, nb::c_contig, nb::device::cpu>;
 using Ids = std::vector<int>;
 
-// Memory of a cache that is filled before a schedule adopts it.
+// A cache's memory that is filled before a schedule adopts it.
 struct CachePages {
   explicit CachePages(KvMemory& of) : kv(of), memory(of.make()) {}
   CachePages(CachePages&&) = default;  // and no copies
@@ -40,7 +40,7 @@ nb::ndarray<nb::numpy, const uint8_t, nb::ndim<1>> segment_of_cache(nb::handle s
   return {reinterpret_cast<const uint8_t*>(found.bytes), {found.size}, self};
 }
 
-// Bytes of a position, positions of a page, and whether each segment is of a layer with a window.
+// Returns the bytes of a position, the positions of a page, and whether each segment belongs to a layer with a window.
 nb::tuple layout(Decoder& decoder) {
   const KvMemory& kv = decoder.executor.kv();
   std::vector<bool> windowed;

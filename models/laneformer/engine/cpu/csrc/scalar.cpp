@@ -1,7 +1,6 @@
-// One sequence through all lanes in plain loops: no threads, no packed weights, no instruction set. Read it
-// first. The engine computes the same (tests/laneformer/engine/test_scalar.py): layers.cpp, attention.cpp
-// and head.cpp for a pass of many positions, model.h for where a thread's weights lie, exchange.h for what
-// lanes give each other.
+// One sequence through all lanes in plain loops: no threads, no packed weights, no instruction set. Read it first. The
+// engine computes the same (tests/laneformer/engine/test_scalar.py): layers.cpp, attention.cpp and head.cpp for a pass
+// of many positions, model.h for where a thread's weights lie, exchange.h for what lanes give each other.
 #include "scalar.h"
 
 #include <algorithm>
@@ -13,7 +12,7 @@ namespace laneformer {
 namespace {
 
 using Vector = std::vector<float>;
-using Lanes = std::vector<Vector>;  // a vector of each lane
+using Lanes = std::vector<Vector>;  // a vector for each lane
 
 Vector times(const float* matrix, int rows, const Vector& x) {  // (rows, inputs) by (inputs,)
   Vector y(rows);
@@ -35,7 +34,7 @@ class Scalar {
   Vector logits(int token, int position) {
     const float* row = tensor("tok_embeddings", size_t(s.vocab) * s.hidden) + size_t(token) * s.hidden;
     Lanes streams(s.lanes, Vector(row, row + s.hidden));
-    std::vector<Lanes> outputs[2];  // of each module: [layer][lane]
+    std::vector<Lanes> outputs[2];  // [module][layer][lane]
     for (int layer = 0; layer < s.layers; ++layer)
       for (const Module module : {kAttention, kMlp}) {
         Lanes& partials = outputs[module].emplace_back();
@@ -56,7 +55,7 @@ class Scalar {
       throw std::invalid_argument("no tensor " + name + ".weight of " + std::to_string(count) + " values");
     return found->second.data();
   }
-  // The lane's slice of a matrix, (rows, inputs), times x.
+  // Multiplies the lane's slice of a matrix, (rows, inputs), by x.
   Vector times_slice(const std::string& name, int lane, int rows, const Vector& x) const {
     const size_t each = rows * x.size();
     return times(tensor(name, s.lanes * each) + lane * each, rows, x);
@@ -77,7 +76,7 @@ class Scalar {
     Vector query = times_slice(of_layer(layer, "attention.wq"), lane, s.q_rows(), x);
     Vector key = times_slice(of_layer(layer, "attention.wk"), lane, s.kv_rows(), x);
     if (s.rope[layer] == 0) rotate(query, position), rotate(key, position);
-    Lanes &keys = keys_[layer][lane], &values = values_[layer][lane];  // of all positions so far
+    Lanes &keys = keys_[layer][lane], &values = values_[layer][lane];  // all positions so far
     keys.push_back(key);
     values.push_back(times_slice(of_layer(layer, "attention.wv"), lane, s.kv_rows(), x));
     const int d = s.head_dim(), heads_of_a_key = s.query_heads / s.kv_heads;
@@ -85,7 +84,7 @@ class Scalar {
     Vector mixed(query.size());
     for (int head = 0; head < s.query_heads / s.lanes; ++head) {
       const int from = head * d, cached = head / heads_of_a_key * d;
-      Vector weights;  // of the positions from `first` on
+      Vector weights;  // by position, from `first` on
       for (int p = first; p <= position; ++p) {
         float product = 0.0f;
         for (int j = 0; j < d; ++j) product += query[from + j] * keys[p][cached + j];
@@ -100,7 +99,7 @@ class Scalar {
     return times_slice(of_layer(layer, "attention.wo"), lane, s.hidden, mixed);
   }
 
-  // Neighbouring pairs of every head of x.
+  // Rotates neighbouring pairs of every head of x.
   void rotate(Vector& x, int position) const {
     const size_t half = s.head_dim() / 2;
     const float* cosine = tensors_.at("cosine").subspan(position * half, half).data();
@@ -120,8 +119,8 @@ class Scalar {
     return times_slice(of_layer(layer, "feed_forward.w2"), lane, s.hidden, gate);
   }
 
-  // A module's partial outputs. PRESENT: every lane adds all of them. NO_REDUCE: its own, scaled. PAST: its
-  // own, and those of the other lanes of `delay` layers ago.
+  // Joins a module's partial outputs. PRESENT: every lane adds all of them. NO_REDUCE: its own, scaled. PAST: its own, and
+  // the other lanes' of `delay` layers ago.
   void join(Lanes& streams, const Lanes& partials, Join how, const Lanes* delayed) const {
     for (int lane = 0; lane < s.lanes; ++lane)
       for (int from = 0; from < s.lanes; ++from) {
@@ -131,7 +130,7 @@ class Scalar {
       }
   }
 
-  // Those of the other lanes of the last layers, which no layer was left for.
+  // Adds the other lanes' outputs of the last layers, which no layer was left for.
   void flush(Lanes& streams, const std::vector<Lanes>* outputs) const {
     for (int layer = 0; layer < s.layers; ++layer)
       for (const Module module : {kAttention, kMlp})
@@ -140,7 +139,7 @@ class Scalar {
             if (s.delivers[module][layer] && from != lane) add(streams[lane], outputs[module][layer][from]);
   }
 
-  // Each lane's part of the vocabulary by its stream; or one head on the lanes' mean.
+  // Returns the logits: each lane's part of the vocabulary from its stream, or one LM head's from the lanes' mean.
   Vector head(const Lanes& streams) const {
     const std::string name = s.tied ? "tok_embeddings" : "lm_head";
     Vector logits, mean(s.hidden);

@@ -11,7 +11,7 @@
 
 namespace laneformer {
 
-// How many layers late outputs of modules arrive, at the latest; 0 where none ever does.
+// Returns by how many layers outputs of modules are late at most; 0 where none is.
 inline int broadcast_delay(const ModelSpec& spec) {
   for (const auto* late : {spec.adds_delayed, spec.delivers})
     for (int module = 0; module < 2; ++module)
@@ -20,17 +20,17 @@ inline int broadcast_delay(const ModelSpec& spec) {
   return 0;
 }
 
-// What the first thread tells the others, and what they tell it until they have met.
+// What the first thread tells the others before a pass, and what they tell it until they meet at its end.
 struct Orders {
-  Counter issued;     // the orders so far
-  bool runs = false;  // the last one is this pass; else its threads end
+  Counter issued;     // how many orders there were
+  bool runs = false;  // the last order is to run this pass; else the threads end
   Pass pass{};
-  int applied = 0;  // of the pass's KV operations, in order, those for which there was memory
-  std::atomic<uint32_t> overflowed{0}, kv_overflowed{0};  // bit i: place i; ... as a key or value is beyond fp16
+  int applied = 0;  // so many of the pass's first KV operations had memory
+  std::atomic<uint32_t> overflowed{0}, kv_overflowed{0};  // see PassResult
 };
 
 struct Shared {
-  // spin_turns: of a wait, before the core is given up.
+  // spin_turns: how often a wait looks again before it gives the core up.
   Shared(const Model& of, const Kernels& with, Math math, int spin_turns)
       : model(of),
         kernels(with),
@@ -38,14 +38,13 @@ struct Shared {
         delay(broadcast_delay(model.spec())),
         exchange(shape(), spin_turns) {}
 
-  int ring_layers() const { return 2 * delay + 2; }  // slots of the mailbox
+  int ring_layers() const { return 2 * delay + 2; }  // layers that the mailbox holds
   Exchange::Shape shape() const {
     const ModelSpec& spec = model.spec();
     return {ring_layers(), spec.lanes, model.threads(), kMaxColumns * size_t(spec.padded_hidden())};
   }
 
-  // A bias to a thread's rows of some columns' outputs. A matrix ends in a tile of its own: padding is nobody
-  // else's.
+  // Adds a bias to a thread's rows of some columns' outputs, with its matrix's padding, which is nobody else's.
   void add_bias(const float* bias, const Matrix& rows, float* y, size_t stride, size_t columns) const {
     for (size_t c = 0; c < columns; ++c)
       kernels.add(y + c * stride + rows.first_row, bias + rows.first_row,

@@ -51,7 +51,7 @@ class Pages {
   ~Pages() {
     if (base_) munmap(base_, size_);
   }
-  // Of which only what is touched takes memory, page by page.
+  // Returns pages that take memory only when they are touched.
   static Pages sparse(size_t size) {
     Pages pages;
     pages.size_ = size ? size : 1;
@@ -64,7 +64,7 @@ class Pages {
 #endif
     return pages;
   }
-  // The memory of all whole pages of these bytes goes back; what they hold is lost.
+  // Gives the memory of all whole pages of these bytes back; what they hold is lost.
   void release(size_t from, size_t size) {
     const size_t page = page_bytes(), first = (from + page - 1) / page * page, end = (from + size) / page * page;
 #if defined(__linux__)
@@ -112,7 +112,7 @@ inline int usable_cpus() {
   return static_cast<int>(std::thread::hardware_concurrency());
 }
 
-// The calling thread stays on one CPU; false where the system has no such call or does not allow it.
+// Binds the calling thread to one CPU; returns false where the system has no such call or does not allow it.
 inline bool pin_to(int cpu) {
 #if defined(__linux__)
   cpu_set_t only;
@@ -130,7 +130,7 @@ inline int64_t now_us() {
 }
 
 // Gives the core up, unless that has lately cost this thread a time slice of another program: from Linux 6.18 on, whoever
-// yields stands behind all that others may still use. False where it did not.
+// yields stands behind all that others may still use. Returns false where it did not.
 inline bool yielded(bool always) {
   constexpr int64_t kSlice_us = 300, kAvoided_us = 100'000;
   thread_local int64_t avoided_until_us = 0;

@@ -1,5 +1,4 @@
-// The layout of the tapes: which lanes, and which of their rows, each thread has, and in what order it reads
-// them.
+// Plans the tapes: which lanes, and which of their rows, each thread has, and in what order it reads them.
 #include <algorithm>
 #include <numeric>
 #include <utility>
@@ -10,7 +9,7 @@ namespace laneformer {
 
 namespace {
 
-// By the spec where it says so; int4's first and last layer and its head are int8
+// Returns a matrix's type: the spec's where it says so; with int4 the first and last layer and the LM head are int8
 // (docs/decisions/small-weights.md).
 DType matrix_dtype(const ModelSpec& spec, DType dtype, int layer, Part part) {
   if (!spec.held.empty()) return spec.held[layer][part];
@@ -22,8 +21,8 @@ double largest_share_of_lanes(int lanes, int threads) {
   return threads <= lanes ? (lanes + threads - 1) / threads : 1.0 / (threads / lanes);
 }
 
-// Groups meet several times in each lane's modules, so only for this much more than an equal share, and few
-// lanes.
+// Whether equal groups of threads share equal numbers of lanes. The threads of a lane meet several times in each of its
+// modules, so only where whole lanes give a thread this much more than an equal share, and groups have few lanes.
 bool shares_evenly(int lanes, int threads) {
   constexpr double kUneven = 1.2;
   constexpr int kMostLanes = 4;
@@ -32,9 +31,8 @@ bool shares_evenly(int lanes, int threads) {
          largest_share_of_lanes(lanes, threads) * threads > kUneven * lanes;
 }
 
-// Whole lanes while there are enough of them, as evenly as their number allows; else each lane gets a group
-// of threads. Where that would leave one thread with much more than others, equal groups of threads have
-// equal numbers of lanes.
+// Gives a thread whole lanes while there are enough of them, as evenly as their number allows; else each lane gets several
+// threads. Where that would leave one thread with much more than others, groups of threads share equal numbers of lanes.
 void share_lanes(int lanes, int threads, int t, ThreadPlan& plan) {
   if (shares_evenly(lanes, threads)) {
     const int groups = std::gcd(lanes, threads), group = t * groups / threads;
@@ -79,7 +77,7 @@ class TapePlanner {
     return part == kRouter ? DType::fp32 : matrix_dtype(spec_, dtype_, layer_, part);
   }
 
-  // One of `parts` parts of a matrix, whose rows begin at `base`, and in the file its inputs at `first_input`.
+  // Adds one of `parts` parts of a matrix, whose rows begin at `base`, and in the file its inputs at `first_input`.
   void add(Matrix& matrix, Part kind, int rows, int inputs, int part, int parts, int base, int first_input = 0) {
     const int tiles = (rows + kTileRows - 1) / kTileRows;
     const int first = tiles * part / parts * kTileRows, end = tiles * (part + 1) / parts * kTileRows;
@@ -141,7 +139,7 @@ class TapePlanner {
   const DType dtype_;
   const int thread_, threads_;
   int layer_ = 0;
-  size_t resting_bytes_ = 0;  // of experts that a token does not take
+  size_t resting_bytes_ = 0;  // bytes of the experts that a token does not take
   ThreadPlan plan_;
 };
 

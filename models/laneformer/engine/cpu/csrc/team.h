@@ -14,8 +14,7 @@ class Team {
  public:
   using Job = std::function<void(int)>;
 
-  // Every thread begins with `begin`. Where the system refuses a thread: std::runtime_error, and none is left
-  // behind.
+  // Every thread begins with `begin`. Where the system refuses one, throws std::runtime_error, and leaves none behind.
   Team(int size, const Job& begin) {
     threads_.reserve(size);
     try {
@@ -36,7 +35,7 @@ class Team {
 
   int size() const { return static_cast<int>(threads_.size()); }
 
-  // Begins a job, once the last one has ended.
+  // Begins a job, once all threads have left the last one.
   void post(Job job) {
     std::unique_lock lock(mutex_);
     ended_.wait(lock, [&] { return left_ == 0; });

@@ -46,7 +46,7 @@ Model::DraftBytes Model::draft_bytes() const {
   for (const ThreadPlan& plan : plans_) {
     size_t copied = 0;
     for (const Matrix& rows : plan.draft_head) found.rows += rows.bytes(), copied += rows.bytes();
-    if (spec_.draft_ids.empty()) copied = 0;  // the head itself
+    if (spec_.draft_ids.empty()) copied = 0;  // then the rows are the LM head itself
     found.block += plan.tape_bytes - plan.model_bytes - copied;
   }
   return found;
@@ -74,15 +74,24 @@ size_t source_bytes(const PackJob& job, size_t values) {
   return job.blocks ? values / job.blocks->inputs * job.blocks->bytes : values * bytes_of(job.from);
 }
 
-// A lane's part of a matrix: `rows` of its own, or in a matrix of whole rows (out, in) its columns.
-PackJob lane_job(PackJob job, int lane, int lanes, int rows, int inputs, bool columns) {
-  job.rows = rows, job.inputs = inputs;
+// A lane's part of a whole matrix (out, in): `rows` of its own, or with `takes_inputs` its inputs of all rows. Then plain
+// values lie lane by lane in the source, and blocks, which cannot be cut, row by row.
+struct LanePart {
+  int rows, inputs;
+  bool takes_inputs = false;
+  int first_row = 0;         // where its rows begin in the packed matrix, as q, k and v share one
+  int interleave_half = -1;  // see PackJob
+};
+
+PackJob lane_job(PackJob job, int lane, int lanes, const LanePart& part) {
+  job.rows = part.rows, job.inputs = part.inputs;
+  job.first_row = part.first_row, job.interleave_half = part.interleave_half;
   if (job.blocks) {
-    job.first_input = columns ? lane * inputs : 0;
-    job.row_bytes = size_t(columns ? lanes * inputs : inputs) / job.blocks->inputs * job.blocks->bytes;
+    job.first_input = part.takes_inputs ? lane * part.inputs : 0;
+    job.row_bytes = size_t(part.takes_inputs ? lanes * part.inputs : part.inputs) / job.blocks->inputs * job.blocks->bytes;
   }
-  const size_t row = job.blocks ? job.row_bytes : size_t(inputs) * bytes_of(job.from);
-  const size_t first = job.blocks && columns ? 0 : size_t(lane) * rows * row;
+  const size_t row = job.blocks ? job.row_bytes : size_t(part.inputs) * bytes_of(job.from);
+  const size_t first = job.blocks && part.takes_inputs ? 0 : size_t(lane) * part.rows * row;
   job.source = static_cast<const char*>(job.source) + first;
   return job;
 }
@@ -100,47 +109,45 @@ bool Model::pack(const std::string& part, int layer, const PackJob& whole) {
     }
     const int q = spec_.q_rows(), kv = spec_.kv_rows(), ff = spec_.ff_rows(), hidden = spec_.hidden;
     for (int lane = plan.first_lane; lane < plan.last_lane; ++lane) {
-      const auto take = [&](const Matrix& to, int rows, int inputs, bool columns, int first_row, int half,
-                            int expert = 0) {
-        PackJob of = whole;
+      const auto take = [&](const Matrix& to, const LanePart& own, int expert = 0) {
+        PackJob of_expert = whole;
         const size_t stacked = source_bytes(whole, size_t(spec_.intermediate) * hidden);
-        of.source = static_cast<const char*>(whole.source) + expert * stacked;
-        PackJob job = lane_job(of, part == "router" ? 0 : lane, spec_.lanes, rows, inputs, columns);
-        job.first_row = first_row, job.interleave_half = half;
+        of_expert.source = static_cast<const char*>(whole.source) + expert * stacked;
+        const PackJob job = lane_job(of_expert, part == "router" ? 0 : lane, spec_.lanes, own);
         if (!pack_rows(job, to, tapes_[t].bytes())) finite = false;
       };
       const LaneLayer& matrices = plan.layers[layer][lane - plan.first_lane];
       for (const Matrix& qkv : matrices.qkv) {
-        if (part == "wq") take(qkv, q, hidden, false, 0, -1);
-        if (part == "wk") take(qkv, kv, hidden, false, q, -1);
-        if (part == "wv") take(qkv, kv, hidden, false, q + kv, -1);
+        if (part == "wq") take(qkv, {.rows = q, .inputs = hidden});
+        if (part == "wk") take(qkv, {.rows = kv, .inputs = hidden, .first_row = q});
+        if (part == "wv") take(qkv, {.rows = kv, .inputs = hidden, .first_row = q + kv});
       }
-      if (part == "wo") take(matrices.wo, hidden, q, true, 0, -1);
-      if (part == "router") take(matrices.router, spec_.experts, hidden, false, 0, -1);
+      if (part == "wo") take(matrices.wo, {.rows = hidden, .inputs = q, .takes_inputs = true});
+      if (part == "router") take(matrices.router, {.rows = spec_.experts, .inputs = hidden});
       for (int e = 0; e < spec_.mlps(); ++e) {
         const Mlp& mlp = matrices.mlps[e];
-        if (part == "w1") take(mlp.gate_up, ff, hidden, false, 0, 0, e);
-        if (part == "w3") take(mlp.gate_up, ff, hidden, false, 0, 1, e);
-        if (part == "w2") take(mlp.w2, hidden, ff, true, 0, -1, e);
+        if (part == "w1") take(mlp.gate_up, {.rows = ff, .inputs = hidden, .interleave_half = 0}, e);
+        if (part == "w3") take(mlp.gate_up, {.rows = ff, .inputs = hidden, .interleave_half = 1}, e);
+        if (part == "w2") take(mlp.w2, {.rows = hidden, .inputs = ff, .takes_inputs = true}, e);
       }
     }
   });
   return finite;
 }
 
-// The thread's rows of the head, then those of the draft ids.
+// Packs the thread's rows of the LM head, then those of the draft ids.
 bool Model::pack_head(int t, const PackJob& whole) {
   bool finite = true;
   for (int i = 0; const Matrix& head : plans_[t].head) {
     const int lane = spec_.head == Head::replicate ? 0 : plans_[t].first_lane + i++;
-    const PackJob job =
-        lane_job(whole, lane, spec_.lanes, spec_.head_rows(), spec_.head_inputs(), spec_.head == Head::lane);
+    const LanePart part{spec_.head_rows(), spec_.head_inputs(), spec_.head == Head::lane};
+    const PackJob job = lane_job(whole, lane, spec_.lanes, part);
     finite &= pack_rows(job, head, tapes_[t].bytes());
   }
   return finite && (spec_.draft_ids.empty() || pack_draft_rows(t, whole));
 }
 
-// In order of ids, lanes' rows follow each other in the head (V, D) itself.
+// Packs the rows of the draft ids, one by one: in the LM head (V, D) itself, lanes' rows follow each other.
 bool Model::pack_draft_rows(int t, const PackJob& whole) {
   bool finite = true;
   for (int i = 0; const Matrix& head : plans_[t].draft_head) {
@@ -212,7 +219,7 @@ void Model::embed(int token, float* out) const {
   for (int i = 0; spec_.embedding_scale != 1.0f && i < spec_.hidden; ++i) out[i] *= spec_.embedding_scale;
 }
 
-// Of the embedding, or of the head on whichever thread's tape the row lies.
+// Reads a row of the embedding, or of the LM head, on whichever thread's tape it lies.
 void Model::read_embedding(int token, float* out) const {
   if (!spec_.tied) {
     const size_t row = size_t(token) * spec_.hidden * bytes_of(embedding_dtype_);

@@ -1,8 +1,7 @@
-// A model's weights as a pass reads them: matrices packed on a tape for each thread, and what all threads
-// read beside them.
+// A model's weights as a pass reads them: matrices packed on a tape for each thread, and what all threads read.
 //
-// Other families' models have more than a Laneformer: biases (biases.h), norms of queries and keys, and
-// embeddings that are tied to the head, read from its packed rows.
+// Other families' models have more than a Laneformer: biases (biases.h), norms of queries and keys, and embeddings that are
+// tied to the LM head, read from its packed rows.
 #pragma once
 #include <string>
 #include <vector>
@@ -19,15 +18,15 @@ class Model {
   // The team's threads share the lanes, and pack.
   Model(const ModelSpec& spec, DType dtype, DType embedding_dtype, Team& team);
 
-  // Loading; `data` is row-major in `from`, of w1 to w3 one expert after the other. False when a value is not
-  // finite. Name checks are Python's.
+  // Load weights: `data` is row-major in `from`, expert after expert in w1 to w3. False when a value is not finite. Python
+  // checks the names.
   bool set_matrix(const std::string& part, int layer, const void* data, DType from);
-  // The same from the whole matrix (out, in) of a GGUF file, whose rows are blocks.
+  // Loads a whole matrix (out, in) of a GGUF file, whose rows are blocks.
   bool set_blocks(const std::string& part, int layer, const void* data, const BlockFormat& blocks);
   bool set_embedding(const void* data, DType from, const BlockFormat* blocks = nullptr);  // rows of blocks
   bool set_norm(int index, const void* data, DType from);  // as ModelSpec counts them
   void set_rope(const float* cosine, const float* sine);    // (tables, context, d / 2) each
-  void set_query_scales(const float* scales);               // (context,) of queries by their position
+  void set_query_scales(const float* scales);               // (context,): a query's factor by its position
   bool set_head_norm(const std::string& part, int layer, const void* data, DType from);  // q_norm or k_norm
   bool loaded() const { return !cosine_.empty(); }
 
@@ -40,12 +39,12 @@ class Model {
   void copy_parts();  // out of what was mapped, each tape by its thread: into huge pages of its memory node
 
   const ModelSpec& spec() const { return spec_; }
-  std::vector<DType> dtypes() const;  // of the matrices, each once
+  std::vector<DType> dtypes() const;  // the types of the matrices, each once
   int threads() const { return static_cast<int>(plans_.size()); }
   const ThreadPlan& plan(int t) const { return plans_[t]; }
-  size_t bytes() const;  // read per decoded token, by all threads: of experts, of those that it takes
+  size_t bytes() const;  // what all threads read for a decoded token, which takes only some experts
   struct DraftBytes {
-    size_t block, rows;  // of the head for multi-token prediction: read per draft
+    size_t block, rows;  // what a draft reads of the MTP head
   };
   DraftBytes draft_bytes() const;
 
@@ -56,7 +55,7 @@ class Model {
   }
   Biases& biases() { return biases_; }
   const Biases& biases() const { return biases_; }
-  // Of heads: (head_norm_size,) padded.
+  // Returns the scale of a layer's head norm, (head_norm_size,) padded.
   float* head_norm(int layer, bool of_keys) const {
     return head_norms_.floats() + (size_t(layer) * 2 + of_keys) * round_up(spec_.head_norm_size(false), 16);
   }
@@ -64,7 +63,7 @@ class Model {
   float query_scale(int position) const { return query_scales_.empty() ? 1.0f : query_scales_[position]; }
 
  private:
-  int scales() const { return spec_.shared_scale ? 1 : spec_.lanes; }  // of a norm
+  int scales() const { return spec_.shared_scale ? 1 : spec_.lanes; }  // how many scales a norm has
   size_t embedding_bytes() const {
     return spec_.tied ? 0 : size_t(spec_.vocab) * spec_.hidden * bytes_of(embedding_dtype_);
   }
@@ -82,7 +81,7 @@ class Model {
   std::vector<Pages> tapes_;
   Pages embedding_, norms_;
   Biases biases_;
-  Pages head_norms_;  // (layers, 2, size of queries'), padded
+  Pages head_norms_;  // (layers, query or key, size of a query's), padded
   std::vector<float> cosine_, sine_, query_scales_;
   bool mapped_ = false;  // tapes or embedding are read-only
 };
