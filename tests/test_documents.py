@@ -106,7 +106,7 @@ sbatch data_mixtures/ray.sbatch | tests/data_mixtures/stages/test_slurm.py::test
 sbatch | by hand: the watcher as a job of Slurm
 pip wheel | tests/laneformer/test_wheel.py::test_the_wheel_decodes_elsewhere
 pip laneformer | by hand: the name is on no index
-pip | Makefile::-e ".[
+pip | Makefile::-e .
 docker | tests/test_container.py::test_it_serves
 lm_eval | tests/laneformer/serve/clients/test_lm_eval.py::test_scores_are_the_engines
 claude | tests/laneformer/serve/clients/test_apis.py::test_claude_code

@@ -92,7 +92,7 @@ class TransformersLlama(Baseline):
         self.torch, self.new_cache = torch, transformers.DynamicCache
         torch.set_num_threads(threads)
         torch.set_grad_enabled(False)
-        torch.set_default_dtype(torch.bfloat16 if dtype == "bf16" else torch.float16)
+        torch.set_default_dtype(torch.bfloat16)
         self.model: Any
         if isinstance(source, Path):
             self.model = transformers.AutoModelForCausalLM.from_pretrained(

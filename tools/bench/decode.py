@@ -1,6 +1,6 @@
-"""Decode and prefill speed on the CPU, alternating with llama.cpp and Transformers.
+"""Decode and prefill speed on the CPU, alternating with other engines.
 
-    python -m tools.bench decode --against llamacpp,transformers --out docs/benchmarks/cpu-decode.md
+    python -m tools.bench decode --against llamacpp,ik,openvino,transformers --out PAGE.md
     python -m tools.bench decode --model MODEL.gguf --dtype int4 --depth 0 2000 --prefill 128 4000
 
 A shared machine's read bandwidth changes within seconds, so read probes run in between; FILE_START

@@ -1,4 +1,4 @@
-"""The candidates of `tools.bench decode`: our engine, llama.cpp and Transformers, as processes.
+"""The candidates of `tools.bench decode`: our engine and its rivals, as processes.
 
 All hold the same weights, or random ones of the same shape, so a token costs each the same bytes;
 none tokenizes.
@@ -15,15 +15,20 @@ from typing import Any, Literal
 from laneformer import LaneformerConfig, __version__
 from tools.bench.baselines import TransformersLlama
 from tools.bench.harness import Result
-from tools.bench.llamacpp import FOLDER, LlamaCpp, as_gguf
+from tools.bench.llamacpp import FOLDER, IK_FOLDER, IkLlama, LlamaCpp, as_gguf
+from tools.bench.openvino_genai import FOLDER as OPENVINO_FOLDER
+from tools.bench.openvino_genai import OpenVino
 
 OURS = "laneformer"
-Dtype = Literal["bf16", "fp16", "int8", "int4", "gguf"]
-# llama.cpp's types of about the same size, or both on the file as it is; Transformers has none
+Dtype = Literal["bf16", "int8", "int4", "gguf"]
+READ_GGUF: dict[str, Any] = {"llamacpp": LlamaCpp, "ik": IkLlama, "openvino": OpenVino}
+# GGUF's types of about the same size, or the file as it is; Transformers has none
 QUANTISED = {"int8": ["q8_0"], "int4": ["q4_0", "q4_k_m"], "gguf": ["gguf"]}
 INSTALL = {
     "llamacpp": f'CMAKE_ARGS="-DGGML_NATIVE=on -DLLAMA_CURL=OFF -DLLAVA_BUILD=OFF" {sys.executable} -m pip install '
     f"--target {FOLDER} llama-cpp-python gguf",
+    "ik": f"{sys.executable} -m pip install --no-deps --target {IK_FOLDER} ik-llama-cpp-python",
+    "openvino": f"{sys.executable} -m pip install --target {OPENVINO_FOLDER} openvino-genai",
     "transformers": f'{sys.executable} -m pip install "torch>=2.11,<2.16" "transformers>=4.57,<6"',
 }
 
@@ -32,7 +37,7 @@ def names_of(baseline: str, dtype: Dtype) -> list[str]:
     """Return a candidate for each way in which the baseline stores weights of this size."""
     if dtype not in QUANTISED:
         return [baseline]
-    return [f"{baseline} {kind}" for kind in QUANTISED[dtype]] if baseline == "llamacpp" else []
+    return [f"{baseline} {kind}" for kind in QUANTISED[dtype]] if baseline in READ_GGUF else []
 
 
 def load_candidate(
@@ -41,7 +46,7 @@ def load_candidate(
     """Load our engine or a baseline; one that is not installed says only that.
 
     Args:
-        name: "laneformer OPTION=VALUE,...", "llamacpp KIND" or "transformers".
+        name: "laneformer OPTION=VALUE,...", "llamacpp KIND" (ik, openvino) or "transformers".
         source: a shape, or a GGUF file.
         context: None for the model's.
     """
@@ -50,8 +55,8 @@ def load_candidate(
         if engine == OURS:
             own = dict(part.split("=") for part in variant.split(",") if part)
             return OurEngine(source, dtype, {"threads": threads, **own}, context)
-        if engine == "llamacpp":
-            return LlamaCpp(source, variant or dtype, threads, context)
+        if engine in READ_GGUF:
+            return READ_GGUF[engine](source, variant or dtype, threads, context)
         source = as_gguf(source, dtype) if isinstance(source, Path) else source
         return TransformersLlama(source, dtype, threads)
     except ImportError as error:
@@ -68,7 +73,7 @@ class OurEngine:
         from laneformer import Engine
 
         if isinstance(source, Path):
-            path = as_gguf(source, dtype if dtype in ("fp16", "gguf") else "bf16")
+            path = as_gguf(source, dtype if dtype == "gguf" else "bf16")
             self.engine = Engine.from_pretrained(
                 path, "cpu", dtype, cache=False, context_tokens=context, **options
             )

@@ -2,7 +2,7 @@
 
     python -m tools.bench latency --out docs/benchmarks/latency.md
 
-The latency is injected, as by `laneformer bench --link-us`: a thread sees the data of another
+The latency is injected, as by `laneformer serve --link-us`: a thread sees the data of another
 lane's thread only so long after it was sent (csrc/exchange.h). The prediction is that of
 tools/roofline.py, with the time of a layer measured here.
 """

@@ -1,11 +1,10 @@
-"""llama.cpp through its C interface, and GGUF files for it: random weights, converted types."""
+"""llama.cpp and ik_llama.cpp through their C interfaces, and GGUF files for it: random weights, converted types."""
 
 from __future__ import annotations
 
 import ctypes
 import functools
 import hashlib
-import itertools
 import os
 import sys
 from collections.abc import Callable
@@ -19,6 +18,7 @@ from tools.bench.baselines import Baseline
 
 # beside the environment, so that none of its packages changes
 FOLDER = Path(sys.prefix) / "llama-cpp"
+IK_FOLDER = Path(sys.prefix) / "ik-llama-cpp"
 CACHE_FOLDER = Path.home() / ".cache" / "laneformer"
 MAX_CONTEXT = 8192  # its keys and values are allocated at once
 
@@ -37,55 +37,45 @@ def library() -> Any:
 
 
 class LlamaCpp(Baseline):
-    """One llama_decode per token, the largest logit found by NumPy.
+    """One llama_decode per token, the largest logit found by NumPy; flash attention on or off."""
 
-    Ways: a mapped file (small pages) or own memory (maybe huge ones); flash attention on or off.
-    """
-
-    ways = tuple(
-        f"{mode}, flash attention {flash}"
-        for mode, flash in itertools.product(("mmap", "none"), ("enabled", "disabled"))
-    )
+    ways = ("flash attention", "plain attention")
 
     def __init__(
         self, source: LaneformerConfig | Path, kind: str, threads: int, context: int | None
     ):
         super().__init__()
-        self.api, self.threads = library(), threads
-        self.path = as_gguf(
-            random_gguf(source) if isinstance(source, LaneformerConfig) else source, kind
-        )
+        self.api, self.threads, self.length = self.load_library(), threads, 0
+        self.path = as_gguf(source, kind)
         self.vocab_size, self.cache_width, self.weight_bytes, trained = sizes_of(self.path)
         self.context_tokens = context or min(trained, MAX_CONTEXT)
-        self.model = functools.cache(self.load_model)
         self.context = functools.cache(self.make_context)
-        self.version = f"llama-cpp-python {self.api.__version__}"
         self.about = f"{self.path.name}; {self.api.llama_print_system_info().decode().strip()}"
 
-    def load_model(self, mode: str) -> Any:
-        options = self.api.llama_model_default_params()
-        options.load_mode = getattr(self.api, f"LLAMA_LOAD_MODE_{mode.upper()}")
-        model = self.api.llama_model_load_from_file(str(self.path).encode(), options)
-        if not model:
-            raise RuntimeError(
-                f"llama.cpp cannot load {self.path}; delete it, and it will be written again"
-            )
-        return model
+    def load_library(self) -> Any:
+        api = library()
+        self.version = f"llama-cpp-python {api.__version__}"
+        return api
 
     def make_context(self, way: str) -> Any:
-        mode, _, flash = way.partition(", flash attention ")
         options = self.api.llama_context_default_params()
+        model_options = self.api.llama_model_default_params()
         options.n_ctx = self.context_tokens
         options.n_threads = options.n_threads_batch = self.threads
-        options.flash_attn_type = getattr(self.api, f"LLAMA_FLASH_ATTN_TYPE_{flash.upper()}")
-        return self.api.llama_init_from_model(self.model(mode), options)
+        self.set_way(way, options, model_options)
+        model = self.api.llama_model_load_from_file(str(self.path).encode(), model_options)
+        assert model, f"{self.version} cannot load {self.path}; delete it to write it again"
+        return self.api.llama_init_from_model(model, options)
+
+    def set_way(self, way: str, options: Any, model_options: Any) -> None:
+        model_options.load_mode = self.api.LLAMA_LOAD_MODE_NONE  # its memory may have huge pages
+        options.flash_attn_type = int(way == "flash attention")
 
     def rewind(self, way: str, length: int) -> None:
         memory = self.api.llama_get_memory(self.context(way))
-        if not self.api.llama_memory_seq_rm(memory, 0, length, -1):
-            raise RuntimeError(
-                f"llama.cpp cannot forget what {self.path.name} read after {length} ids"
-            )
+        removed = self.api.llama_memory_seq_rm(memory, 0, length, -1)
+        assert removed, f"{self.version} cannot forget what follows {length} ids"
+        self.length = length
 
     def evaluate(self, way: str, ids: list[int]) -> int:
         """In batches as large as llama.cpp takes them."""
@@ -94,14 +84,43 @@ class LlamaCpp(Baseline):
         for first in range(0, len(ids), step):
             part = ids[first : first + step]
             tokens = (ctypes.c_int32 * len(part))(*part)  # the batch holds only its address
-            batch = self.api.llama_batch_get_one(tokens, len(part))
-            if status := self.api.llama_decode(context, batch):
-                raise RuntimeError(f"llama_decode failed with status {status}")
+            status = self.api.llama_decode(context, self.api.llama_batch_get_one(tokens, len(part)))
+            assert status == 0, f"llama_decode failed with status {status}"
+            self.length += len(part)
         logits = self.api.llama_get_logits_ith(context, -1)
         return int(np.ctypeslib.as_array(logits, (self.vocab_size,)).argmax())
 
     def count_cached_bytes(self, positions: int) -> int:
         return 2 * self.cache_width * positions
+
+
+class IkLlama(LlamaCpp):
+    """ik_llama.cpp, whose C interface is llama.cpp's of 2024; tensors repacked for this CPU or as they are."""
+
+    ways = ("repacked", "as they are")
+
+    def load_library(self) -> Any:
+        sys.path.append(str(IK_FOLDER))
+        import ik_llama_cpp
+        from ik_llama_cpp import _ctypes_api as api
+
+        # what the package does not declare, under llama.cpp's names
+        library, pointer = api._lib, ctypes.c_void_p
+        library.llama_print_system_info.restype = ctypes.c_char_p
+        library.llama_batch_get_one.restype = api.llama_batch
+        api.llama_print_system_info = library.llama_print_system_info
+        api.llama_n_batch = lambda context: library.llama_n_batch(pointer(context))
+        api.llama_get_memory = pointer
+        api.llama_memory_seq_rm = library.llama_kv_cache_seq_rm
+        api.llama_batch_get_one = lambda tokens, n: library.llama_batch_get_one(
+            tokens, n, self.length, 0
+        )
+        self.version = f"ik-llama-cpp-python {ik_llama_cpp.__version__}"
+        return api
+
+    def set_way(self, way: str, options: Any, model_options: Any) -> None:
+        model_options.repack_tensors = way == "repacked"
+        options.flash_attn = True
 
 
 def sizes_of(path: Path) -> tuple[int, int, int, int]:
@@ -125,22 +144,23 @@ def sizes_of(path: Path) -> tuple[int, int, int, int]:
     return vocab_size, width, int(sum(read.values())), int(fields["context_length"].contents())
 
 
-def as_gguf(path: Path, kind: str, folder: Path = CACHE_FOLDER) -> Path:
+def as_gguf(path: Path | LaneformerConfig, kind: str, folder: Path = CACHE_FOLDER) -> Path:
     """Return the model as GGUF in this type of weights; "gguf" is the file itself.
 
     llama.cpp converts a copy once. Types beyond 16 bits go through bf16: all have the same weights.
     """
+    if isinstance(path, LaneformerConfig):
+        path = random_gguf(path, folder)
     if kind == "gguf":
         return path
     import gguf
 
-    name = "F16" if kind == "fp16" else kind.upper()
     matrices = [
         t for t in gguf.GGUFReader(path).tensors if len(t.shape) > 1 and t.name.endswith(".weight")
     ]
     # a router stays in F32
     types = {t.tensor_type.name for t in matrices if ".ffn_gate_inp." not in t.name}
-    if kind in ("bf16", "fp16") and types == {name}:
+    if kind == "bf16" and types == {"BF16"}:
         return path
     if types != {"BF16"} and kind != "bf16":
         return as_gguf(as_gguf(path, "bf16", folder), kind, folder)
@@ -150,7 +170,7 @@ def as_gguf(path: Path, kind: str, folder: Path = CACHE_FOLDER) -> Path:
     def convert(temporary: Path) -> None:
         api = library()
         options = api.llama_model_quantize_default_params()
-        options.ftype = getattr(api, f"LLAMA_FTYPE_MOSTLY_{name}")
+        options.ftype = getattr(api, f"LLAMA_FTYPE_MOSTLY_{kind.upper()}")
         options.allow_requantize, options.nthread = True, os.cpu_count() or 1
         status = api.llama_model_quantize(
             str(path).encode(), str(temporary).encode(), ctypes.byref(options)

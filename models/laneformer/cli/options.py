@@ -65,28 +65,17 @@ class ModelOptions:
         draft = {"draft": locate_model(self.draft)} if self.draft else {}
         return Engine.from_pretrained(locate_model(path), **self._list_flags() | draft, **others)
 
-    def random(self, flavor: str, draft_head: int | None = None) -> Engine:
-        """Open an engine with random weights; `draft_head`: ids of a head that drafts, 0 for all."""
+    def random(self, flavor: str) -> Engine:
+        """Open an engine with random weights."""
         options = self._list_flags()
         if self.draft is not None:
             raise ValueError(
                 f"--draft {self.draft} drafts for a model folder; random weights have no text in common"
             )
-        if draft_head is not None and self.device.startswith("cuda"):
-            raise ValueError(
-                f"--draft-head {draft_head} with --device {self.device}: the model's own head drafts on the CPU "
-                "alone; use --device cpu, or leave it out: GPUs verify drafts from the text's own repetitions"
-            )
         for name in FOLDERS_ALONE:
             options.pop(name, None)
-        head = {
-            "num_nextn_predict_layers": int(draft_head is not None),
-            "draft_vocab_size": draft_head or 0,
-        }
-        config = LaneformerConfig.from_flavor(flavor, **head)
-        return Engine.random(
-            config, **options | {"dtype": "bf16" if self.dtype == "auto" else self.dtype}
-        )
+        dtype = "bf16" if self.dtype == "auto" else self.dtype
+        return Engine.random(LaneformerConfig.from_flavor(flavor), **options | {"dtype": dtype})
 
     def _list_flags(self) -> dict[str, Any]:
         return {

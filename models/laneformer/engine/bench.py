@@ -6,9 +6,8 @@ import dataclasses
 import math
 import os
 import platform
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -109,45 +108,17 @@ def prompt_speed(engine: Engine, length: int) -> dict[str, float]:
     }
 
 
-def run_timed(
-    engine: Engine,
-    prompt: list[int],
-    tokens: int,
-    fields: Mapping[str, Any] = MappingProxyType({}),
-    **options: Any,
-) -> Any:
-    """Run a timed request; `fields` are those of Request, `options` those of GenerationOptions."""
+def run_timed(engine: Engine, prompt: list[int], tokens: int, **options: Any) -> Any:
+    """Run a timed request; `options` are those of GenerationOptions."""
     # one token per pass, unless options override speculate
     options = {"max_new_tokens": tokens, "ignore_eos": True, "speculate": 0, **options}
-    request = engine._requests.generation(prompt, options, timed=True, quiet=True, **fields)
+    request = engine._requests.generation(prompt, options, timed=True, quiet=True)
     return engine._call(request).finish()
-
-
-def synthetic(engine: Engine, acceptance: Sequence[float], depth: int = 0) -> dict[str, Any]:
-    """Measure decoding with drafts, of which number i is right with odds acceptance[i] if those before it are.
-
-    Raises ValueError on GPUs, and for odds outside of 0 to 1.
-    """
-    # drafts cost what the model's own head takes, or nothing where it has none: the result is then
-    # an upper bound for a trained head or a draft model
-    in_range("number of acceptances", len(acceptance), int, 1, MAX_DRAFT_TOKENS)
-    for i, odds in enumerate(acceptance):
-        in_range(f"acceptance[{i}]", odds, float, 0.0, 1.0)
-    fields = {"acceptance": list(acceptance)}
-    return {**fields, **compare_drafting(engine, depth, fields, len(acceptance), replays=True)}
 
 
 def measure_drafts(engine: Engine, depth: int = 0) -> dict[str, Any]:
     """Measure speed-up and acceptance of the model's own head on greedy text after random ids."""
     assert engine.draft_head is not None, "a model without a head that drafts"
-    figures = compare_drafting(engine, depth, {}, MAX_DRAFT_TOKENS, replays=False)
-    return {**dataclasses.asdict(engine.draft_head), **figures}
-
-
-def compare_drafting(
-    engine: Engine, depth: int, fields: Mapping[str, Any], speculate: int, replays: bool
-) -> dict[str, Any]:
-    """Measure decoding with and without drafts in turn."""
     if engine.isa == CUDA:
         raise ValueError("drafts are measured by the CPU engine; use device = 'cpu'")
     prompt = random_prompt(engine, max(depth, 1))
@@ -155,15 +126,13 @@ def compare_drafting(
     tokens = in_range(
         "tokens that the context leaves", min(DRAFTED_TOKENS, room), int, MIN_TOKENS, room
     )
-    # random ids, whatever is drawn
-    replay = {"replay": random_prompt(engine, tokens)} if replays else {}
     seconds, passes, proposed, accepted = [], [], 0, 0
     for turn in range(DRAFTED_ROUNDS + 1):  # the first one learns what columns cost
-        options = {"reuse_prefix": replays}  # else the outputs of earlier turns would be drafted
-        plain = run_timed(engine, prompt, tokens, replay, **options).whole
-        drafted = run_timed(
-            engine, prompt, tokens, {**replay, **fields}, speculate=speculate, **options
-        ).whole
+        # else the outputs of earlier turns would be drafted
+        plain, drafted = (
+            run_timed(engine, prompt, tokens, reuse_prefix=False, speculate=speculate).whole
+            for speculate in (0, MAX_DRAFT_TOKENS)
+        )
         if turn:
             seconds.append((float(plain.token_s.sum()), float(drafted.token_s.sum())))
             passes.append(tokens / (tokens - drafted.statistics["accepted_tokens"]))
@@ -171,6 +140,7 @@ def compare_drafting(
             accepted += drafted.statistics["accepted_tokens"]
     without, with_drafts = np.array(seconds).T
     return {
+        **dataclasses.asdict(engine.draft_head),
         "tokens_per_s": (tokens - 1) / float(np.median(with_drafts)),
         "tokens_per_s_without": (tokens - 1) / float(np.median(without)),
         "speed_up": float(np.median(without / with_drafts)),

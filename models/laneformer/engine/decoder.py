@@ -51,9 +51,6 @@ class Request:
     masked: bool = False  # each token is drawn among the ids that `Decoder.allow` permits
     # only its end is reported: waking the collecting thread for each token would take a core
     quiet: bool = False
-    replay: Sequence[int] = ()  # for measurements: the output's first ids, whatever is drawn
-    # for measurements: odds of drafts of `replay` to be right, by place
-    acceptance: Sequence[float] = ()
     timed: bool = False  # record the times of tokens (bench.py)
     # scoring
     score_from: int = 0

@@ -20,6 +20,7 @@ from records.evals import About
 from records.items import read_items
 from tests.evals.core.core_assets import score_one
 from tests.evals.lm_eval.lm_eval_assets import QUESTIONS, write_configs, write_tiny
+from tests.laneformer.engine.assets import exact_blocks  # noqa: F401
 from tests.records.lines import write_lines
 from tests.records.test_fields import check as check_fields
 from tests.tokenizer_assets import prompt_encoder

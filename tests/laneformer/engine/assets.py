@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models
@@ -221,3 +222,13 @@ def best_below_amx() -> str | None:
     return (
         usable_isas()[0] if usable_isas(("amx",)) and "LANEFORMER_ISA" not in os.environ else None
     )
+
+
+# test_matrix_unit.py tests AMX itself; tests that name an instruction set get it.
+@pytest.fixture(scope="module", autouse=True)
+def exact_blocks():
+    """Use the best instruction set below AMX in the modules that import this."""
+    with pytest.MonkeyPatch.context() as patch:
+        if isa := best_below_amx():
+            patch.setenv("LANEFORMER_ISA", isa)
+        yield

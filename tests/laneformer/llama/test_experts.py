@@ -20,7 +20,10 @@ from laneformer.engine.folder import read_checkpoint
 from laneformer.llama.config import lanes_for
 from laneformer.llama.layers import LaneExperts
 from laneformer.llama.variant import Experts, FamilyConfig
-from tests.laneformer.engine.assets import generate_together
+from tests.laneformer.engine.assets import (
+    exact_blocks,  # noqa: F401
+    generate_together,
+)
 from tests.laneformer.llama.folders import (
     ALLOWED,
     CASES,

@@ -40,7 +40,7 @@ def test_other_tokens_behind_a_link_end_the_run(monkeypatch):
     answers = iter([[1, 2, 4], [1, 2, 3]])
     timed = SimpleNamespace(token_s=[1e-3])
     monkeypatch.setattr(
-        bench, "after", lambda *_: SimpleNamespace(whole=timed, tokens=next(answers))
+        bench, "run_timed", lambda *_: SimpleNamespace(whole=timed, tokens=next(answers))
     )
     decoder = SimpleNamespace(set_latency=lambda link_s: True)
     engine: Any = SimpleNamespace(_open=lambda: decoder, config=SimpleNamespace(vocab_size=9))

@@ -51,8 +51,7 @@ struct nanobind::detail::type_caster<laneformer::Request> {
     const auto field = [&](const char* name, auto& to) { to = nb::cast<std::decay_t<decltype(to)>>(r.attr(name)); };
     field("prompt", value.prompt), field("max_new_tokens", value.max_new_tokens);
     field("reuse_prefix", value.reuse_prefix), field("speculate", value.speculate);
-    field("prediction", value.prediction), field("replay", value.replay);
-    field("acceptance", value.acceptance), field("masked", value.masked);
+    field("prediction", value.prediction), field("masked", value.masked);
     field("quiet", value.quiet), field("timed", value.timed), field("score_from", value.score_from);
     field("keep_logits", value.keep_logits), field("keep_partials", value.keep_partials);
     value.top_logprobs = r.attr("logprobs").is_none() ? -1 : nb::cast<int>(r.attr("logprobs"));

@@ -27,7 +27,6 @@ class MtpDrafter : public PassDrafter {
 
  private:
   int room(const Sequence& s) const override { return s.draft_state.columns ? kPassColumns : 0; }
-  bool can_force() const override { return true; }
   double made_anyway_s(const Cost& model, int columns) const override {
     return seconds(block_cost_, block_, model, columns);
   }

@@ -60,23 +60,10 @@ void PassDrafter::begin(const std::vector<Sequence*>& running, const Cost& model
   for (Sequence* s : running) {
     s->draft_state.wanted = 0;
     if (!s->drafter || !decodes(s)) continue;
-    int own = std::min({s->request.speculate, most, s->end - s->known() - 1, room(*s), kMostDrafts});
-    if (s->request.forces()) take_forced(*s, own);
+    const int own = std::min({s->request.speculate, most, s->end - s->known() - 1, room(*s), kMostDrafts});
     // the first new token does not wait for drafts
     if (!s->draft_state.off && s->new_tokens()) choose(*s, round, own);
   }
-}
-
-// Moves drafts whose acceptance is given from the text's drafter, where they cost nothing, to this one, where the time to
-// make them is measured; a drafter that cannot take them makes none.
-void PassDrafter::take_forced(Sequence& s, int& most) const {
-  if (!can_force()) {
-    most = 0;
-    return;
-  }
-  s.draft_state.forced = std::move(s.drafts);
-  most = std::min(most, static_cast<int>(s.draft_state.forced.size()));
-  s.drafts.clear(), s.odds.clear();
 }
 
 // --- passes ---------------------------------------------------------------------------------------
@@ -106,9 +93,8 @@ void PassDrafter::draw(Sequence& s, const float* logits) {
     drawn.ids.insert(drawn.ids.end(), s.drafts.begin(), s.drafts.end());
     drawn.logits.assign(by_id.logits, by_id.logits + s.sampler.vocab());
   }
-  int token = s.sampler.choose(by_id.logits, s.known() + made - 1);
+  const int token = s.sampler.choose(by_id.logits, s.known() + made - 1);
   const int kind = kind_of(std::exp(by_id.logits[token] - by_id.log_sum_exp));
-  if (s.request.forces()) token = draft.forced[made];
   const double odds = (s.odds.empty() ? 1.0 : s.odds.back()) * draft.kinds[kind].right / draft.kinds[kind].tried;
   if (s.drafts.empty()) draft.drawn.clear();
   draft.drawn.push_back(kind);

@@ -56,7 +56,6 @@ class PassDrafter {
   static double seconds(const Cost& own, double share, const Cost& model, int columns);
 
   virtual int room(const Sequence& s) const = 0;  // how many drafts it could make
-  virtual bool can_force() const { return false; }  // whether it can draft ids that are given, at its own cost
   // Returns the seconds of a pass that is made whether there are drafts or not, and that gives the first draft.
   virtual double made_anyway_s(const Cost&, int) const { return 0.0; }
   virtual void finish_ops(const std::vector<Sequence*>&, const Pass&, const PassResult&) {}
@@ -86,7 +85,6 @@ class PassDrafter {
   template <class Odds>
   static Choice find_best(const Round& round, int most, double each_s, const Odds& odds);
   void choose(Sequence& s, const Round& round, int most) const;
-  void take_forced(Sequence& s, int& most) const;
   virtual void passed(const Pass& pass, double seconds) { cost_.passed(pass.columns, seconds); }
   void draw(Sequence& s, const float* logits);
 

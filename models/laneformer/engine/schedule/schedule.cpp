@@ -32,7 +32,7 @@ void Schedule::expect(const Request& r) const {
   const size_t longest = size_t(limits_.context) + (r.scores() && !r.keep_logits);
   if (r.prompt.empty() || r.prompt.size() > longest)
     throw std::invalid_argument("prompt is empty or longer than the context");
-  expect_ids(r.prompt, limits_.vocab), expect_ids(r.prediction, limits_.vocab), expect_ids(r.replay, limits_.vocab);
+  expect_ids(r.prompt, limits_.vocab), expect_ids(r.prediction, limits_.vocab);
   r.sampling.expect(limits_.vocab);
   if (r.max_new_tokens < 0 || r.top_logprobs > limits_.vocab || r.speculate < 0)
     throw std::invalid_argument("max_new_tokens, logprobs or speculate is out of range");
@@ -233,7 +233,7 @@ void Schedule::end_sequences() {
     if (!s->finished && !s->left) return false;
     prefixes_.end(s->cache);
     if (pass_drafter_) pass_drafter_->end(*s);
-    if (s->drafter && s->request.shares_outputs()) past_.add({s->ids.begin() + s->prompt_length, s->ids.end()});
+    if (s->drafter && s->request.reuse_prefix) past_.add({s->ids.begin() + s->prompt_length, s->ids.end()});
     s->stage = Sequence::Stage::ended;
     return true;
   });
@@ -364,8 +364,7 @@ bool Schedule::take_token(Sequence& s, const float* logits, int picked) {
     return false;
   }
   s.awaits_mask = false;
-  int token = s.picks ? picked : s.sampler.choose(logits, static_cast<int>(s.ids.size()) - 1, mask);
-  if (size_t(s.new_tokens()) < s.request.replay.size()) token = s.request.replay[s.new_tokens()];
+  const int token = s.picks ? picked : s.sampler.choose(logits, static_cast<int>(s.ids.size()) - 1, mask);
   if (token < 0) {
     s.fail(kNoneAllowed, Fault::request);
     return true;

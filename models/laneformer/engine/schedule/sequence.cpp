@@ -1,6 +1,5 @@
 #include "sequence.h"
 
-#include "forced.h"
 
 #include <algorithm>
 #include <stdexcept>
@@ -50,10 +49,7 @@ Sequence::Sequence(Request of, const Limits& limits, const PastOutputs& past)
   if (request.timed) left_behind.timings.token_s.reserve(std::max(0, wanted));
   drafts.reserve(kPassColumns), odds.reserve(kPassColumns);
   if (!request.speculate || request.masked || request.scores() || wanted < 2) return;
-  if (request.forces())
-    drafter = std::make_unique<ForcedDrafter>(request.acceptance, request.replay);
-  else
-    drafter = std::make_unique<SuffixDrafter>(request.prediction, ids, request.shares_outputs() ? &past : nullptr);
+  drafter = std::make_unique<SuffixDrafter>(request.prediction, ids, request.reuse_prefix ? &past : nullptr);
 }
 
 News Sequence::take_news() {

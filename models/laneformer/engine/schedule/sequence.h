@@ -22,8 +22,6 @@ struct Request {
   bool reuse_prefix = true;  // start from what a KV cache still holds; draft from earlier outputs
   int speculate = 0;         // the most draft tokens to verify in one pass
   std::vector<int> prediction;  // what the output may look like, to take drafts from
-  std::vector<int> replay;   // for measurements: the output's first ids, whatever is drawn; no drafts from the past
-  std::vector<double> acceptance;  // for measurements: odds that draft i of `replay` is right; empty: not forced
   bool masked = false;       // each token is drawn among the ids that `Schedule::allow` names; no drafts
   bool quiet = false;        // its end alone is news, so no token wakes whoever collects, which would take a core
   bool timed = false;        // its end comes with Timings
@@ -33,10 +31,8 @@ struct Request {
   std::vector<int> keep_partials;  // with keep_logits: positions, ascending, whose modules' outputs are kept as well
 
   bool scores() const { return score_from > 0; }
-  bool forces() const { return !acceptance.empty(); }
-  bool shares_outputs() const { return reuse_prefix && replay.empty(); }
   // Whether nothing but the drawn tokens is wanted, so that the executor may draw them itself.
-  bool plain() const { return !masked && top_logprobs < 0 && !scores() && replay.empty() && sampling.plain(); }
+  bool plain() const { return !masked && top_logprobs < 0 && !scores() && sampling.plain(); }
   // Returns the prompt positions to run: when scoring, the last id may only be something to predict.
   int positions() const { return static_cast<int>(prompt.size()) - (scores() && !keep_logits); }
 };
@@ -96,7 +92,6 @@ struct DraftState {
   int agreed = 0;        // small model: ids that have run through it and are part of the text
   std::vector<int> ran;  // small model: all ids that have run through it, rejected drafts included
   int first = 0, columns = 0, from = 0;  // mtp: positions that can run, and the first one's column in the pass before
-  std::vector<int> forced;  // for measurements: the ids that it is taken to have drawn
   int wanted = 0;          // drafts to make before the next pass; 0: the text's drafts are taken, or none
   double least_odds = 0;   // the odds below which no further draft is worth its cost
   int row = -1;            // the row of its pass's logits from which to draw
