@@ -43,7 +43,7 @@ def names_of(baseline: str, dtype: Dtype) -> list[str]:
 def load_candidate(
     name: str, source: LaneformerConfig | Path, dtype: str, threads: int, context: int | None
 ) -> Any:
-    """Load our engine or a baseline; one that is not installed says only that.
+    """Load our engine or a baseline; one that is not installed, or that cannot take the file, says only that.
 
     Args:
         name: "laneformer OPTION=VALUE,...", "llamacpp KIND" (ik, openvino) or "transformers".
@@ -54,12 +54,12 @@ def load_candidate(
     try:
         if engine == OURS:
             own = dict(part.split("=") for part in variant.split(",") if part)
-            return OurEngine(source, dtype, {"threads": threads, **own}, context)
+            return OurEngine(source, dtype, {"threads": threads, "math": "fast", **own}, context)
         if engine in READ_GGUF:
             return READ_GGUF[engine](source, variant or dtype, threads, context)
         source = as_gguf(source, dtype) if isinstance(source, Path) else source
         return TransformersLlama(source, dtype, threads)
-    except ImportError as error:
+    except (ImportError, RuntimeError) as error:
         missing = {"missing": f"{error}; {INSTALL.get(engine, 'make setup')}"}
         return SimpleNamespace(facts=lambda: missing)
 
