@@ -86,5 +86,5 @@ def encode_chat(
     folder: Path, messages: Sequence[Mapping[str, Any]]
 ) -> tuple[list[int], list[bool]]:
     """Return a conversation's ids in a folder's chat template, and which are trained."""
-    ids, answers = prompt_encoder(folder).training(messages)
+    ids, answers = prompt_encoder(folder).encode_training(messages)
     return ids, [any(begin <= place < end for begin, end in answers) for place in range(len(ids))]

@@ -57,8 +57,12 @@ class PromptEncoder:
         except ValueError as error:
             self.missing = str(error)
 
-    def text(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Return the ids of a text, after what the tokenizer begins every text with."""
+    def encode_text(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Return the ids of a text; what spells a control token in it is read as letters.
+
+        Args:
+            add_special_tokens: put the tokenizer's own begin-of-text token in front.
+        """
         # Of the library's methods this one lets other threads run
         (encoded,) = self._tokenizer.encode_batch_fast(
             [text], add_special_tokens=add_special_tokens
@@ -100,7 +104,7 @@ class PromptEncoder:
         text = self._bos + restored.removeprefix(self._bos)
         return text if self._always_read else self._spell_unread(text)
 
-    def training(
+    def encode_training(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
     ) -> tuple[list[int], list[tuple[int, int]]]:
         """Return the ids of a conversation, and the ranges of ids inside {% generation %} blocks.
@@ -123,7 +127,7 @@ class PromptEncoder:
 
     def encode(self, rendered: str) -> list[int]:
         """Return the ids of what `render` returned, or of a part of it."""
-        return self.text(rendered, add_special_tokens=False)
+        return self.encode_text(rendered, add_special_tokens=False)
 
     def _cut_at_edge(self, rendered: str) -> str:
         beginning, edge, rest = rendered.rpartition(self._edge)

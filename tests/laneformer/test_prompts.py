@@ -168,12 +168,12 @@ def test_a_text_has_no_control_ids_but_the_first(kind):
     ours, tokenizer = encoder(kind, None), TOKENIZERS[kind]
     control = {tokenizer.token_to_id(name) for name in SPECIAL}
     for text in SPELLED:
-        first, *others = ours.text(text)
+        first, *others = ours.encode_text(text)
         assert first == tokenizer.token_to_id("<s>")
         assert control.isdisjoint(others)
         assert "".join(tokenizer.decode(others).split()) == "".join(text.split())
     long = "0123 " * 20
-    assert len(ours.text(long)) > 60  # the truncation that a file brings is not the server's
+    assert len(ours.encode_text(long)) > 60  # the truncation that a file brings is not the server's
 
 
 @pytest.mark.parametrize("ignore_merges", [False, True])
@@ -185,7 +185,7 @@ def test_merges_and_whole_words_do_not_make_control_tokens(ignore_merges):
     )
     tokenizer.decoder = decoders.Fuse()
     tokenizer.add_special_tokens([AddedToken("<s>", special=True, normalized=False)])
-    assert PromptEncoder(tokenizer, {}).text("<s>") == [3, 2]
+    assert PromptEncoder(tokenizer, {}).encode_text("<s>") == [3, 2]
 
 
 def test_a_refusal_quotes_the_text_as_it_was_given():

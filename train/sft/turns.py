@@ -79,7 +79,7 @@ def encode(
         raise ChatError(
             "content", "the conversation has a value that is no valid text or JSON"
         ) from None
-    ids, answers = encoder.training(messages, tools)
+    ids, answers = encoder.encode_training(messages, tools)
     replies = [number for number, message in enumerate(messages) if message["role"] == ASSISTANT]
     trained, fitting = np.zeros(len(ids), dtype=bool), (0, 0)
     for number, (begin, end) in zip(replies, answers, strict=True):

@@ -213,7 +213,9 @@ class Tokenize(Body):
 
 
 def tokenize(body: Tokenize, context: ServingContext) -> dict[str, Any]:
-    ids = context.prompts.text(context.check_length(body.content, "content"), body.add_special)
+    ids = context.prompt_encoder.encode_text(
+        context.check_length(body.content, "content"), body.add_special
+    )
     return {"tokens": ids, "count": len(ids), "context_tokens": context.context_tokens}
 
 

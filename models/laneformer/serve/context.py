@@ -59,7 +59,7 @@ class ServingContext:
             **conversation_defaults(engine.sampling_defaults),
             "speculate": speculate,
         }
-        self.prompts = PromptEncoder(engine.tokenizer, engine.tokenizer_config)
+        self.prompt_encoder = PromptEncoder(engine.tokenizer, engine.tokenizer_config)
         self.grammars = Grammars(engine.tokenizer, self.vocab_size, engine.eos_ids, self.harmony)
         self.tool_calling = ToolCalling(engine.tokenizer_config, self.grammars)
         # OpenAI's system_fingerprint: equal where the same request and seed give the same answer
@@ -86,7 +86,7 @@ class ServingContext:
         start = text[: SAMPLED_CHARS * self.context_tokens]
         too_long = size > self.max_text_bytes
         if not too_long and len(text) > 2 * len(start):
-            too_long = len(self.prompts.encode(start)) > self.context_tokens + SECRET_CHARS
+            too_long = len(self.prompt_encoder.encode(start)) > self.context_tokens + SECRET_CHARS
         if too_long:
             raise self.make_context_error(f"which the {size} bytes in the {param} exceed", param)
         return text

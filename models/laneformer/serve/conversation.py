@@ -151,7 +151,9 @@ class Conversation:
         options = request.generation_options(context.conversation_defaults, limit, logprobs)
         if request.prediction is not None:
             prediction = "".join(list_texts(request.prediction.content))
-            ids = context.prompts.text(context.check_length(prediction, "prediction"), False)
+            ids = context.prompt_encoder.encode_text(
+                context.check_length(prediction, "prediction"), False
+            )
             options = dataclasses.replace(options, prediction=ids)
         return Choices(
             context,
@@ -174,13 +176,13 @@ def prepare_prompt(
     request: ConversationRequest, context: ServingContext
 ) -> tuple[ToolUse, list[int]]:
     """Return the tools of a request, and the ids of its prompt."""
-    prompts = context.prompts
-    if prompts.missing:
-        raise RequestError(prompts.missing, "messages")
+    encoder = context.prompt_encoder
+    if encoder.missing:
+        raise RequestError(encoder.missing, "messages")
     tools = context.tool_calling.select_tools(request)
     messages = tools.translate_messages([message.to_template() for message in request.messages])
     try:
-        rendered = prompts.render(
+        rendered = encoder.render(
             messages,
             tools=tools.template_tools,
             add_generation_prompt=request.add_generation_prompt,
@@ -189,4 +191,4 @@ def prepare_prompt(
         )
     except ChatError as error:
         raise RequestError(str(error), "messages") from None
-    return tools, prompts.encode(context.check_length(rendered, "messages"))
+    return tools, encoder.encode(context.check_length(rendered, "messages"))

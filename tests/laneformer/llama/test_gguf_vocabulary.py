@@ -100,7 +100,7 @@ def test_one_token_begins_a_conversation_whether_its_template_writes_it_or_not(k
             else []
         )
         assert "".join(pieces).replace("\u2581", "") == "".join([*begin, *written]) + "[a]"
-        assert [LETTERS[i] for i in encoder.text("a")][: len(begin)] == begin
+        assert [LETTERS[i] for i in encoder.encode_text("a")][: len(begin)] == begin
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [

@@ -32,13 +32,13 @@ def app(tiny):
 def test_what_cannot_fit_is_refused_before_it_is_encoded(app, monkeypatch, path, body, most):
     # most: characters that are encoded
     encoded = []
-    truth = PromptEncoder.text
+    truth = PromptEncoder.encode_text
 
     def count_text(self, text, *args, **kwargs):
         encoded.append(len(text))
         return truth(self, text, *args, **kwargs)
 
-    monkeypatch.setattr(PromptEncoder, "text", count_text)
+    monkeypatch.setattr(PromptEncoder, "encode_text", count_text)
     answer = on_a_loop(app, lambda client: client.post(path, json=body))
     assert answer.status_code == 400
     assert answer.json()["error"]["code"] == "context_length_exceeded"
@@ -63,7 +63,7 @@ def hold(patch, owner, name) -> list[threading.Event]:
 @pytest.mark.parametrize(
     ("owner", "name", "path", "body"),
     [
-        (PromptEncoder, "text", "/v1/completions", {"prompt": "Hello"}),
+        (PromptEncoder, "encode_text", "/v1/completions", {"prompt": "Hello"}),
         (PromptEncoder, "render", "/v1/chat/completions", {"messages": TALK}),
         (
             Grammars,
@@ -90,7 +90,7 @@ def test_health_answers_while_a_request_is_prepared(app, monkeypatch, owner, nam
 
 
 def test_more_preparation_than_there_is_room_for_is_429(app, monkeypatch):
-    _, answered = hold(monkeypatch, PromptEncoder, "text")
+    _, answered = hold(monkeypatch, PromptEncoder, "encode_text")
 
     async def work(client):
         scheduler = app.state.scheduler

@@ -182,7 +182,7 @@ def test_the_same_ids_in_training_transformers_and_the_server(hf_folder, encodin
     tokenizer, config, _ = read_texts(hf_folder)
     assert tokenizer is not None
     context = SimpleNamespace(
-        prompts=PromptEncoder(tokenizer, config),
+        prompt_encoder=PromptEncoder(tokenizer, config),
         check_length=lambda text, _: text,
         tool_calling=ToolCalling(config, Grammars(tokenizer, tokenizer.get_vocab_size(), [2])),
     )
@@ -196,7 +196,7 @@ def test_the_same_ids_in_training_transformers_and_the_server(hf_folder, encodin
         # Transformers ends a turn where a text spells "</s>" (docs/decisions/sft.md)
         without_eos = json.loads(json.dumps(row).replace(EOS, ""))
         messages, tools = with_values(without_eos)
-        same = encode(without_eos, context.prompts, True, SEQ_LEN, False)
+        same = encode(without_eos, context.prompt_encoder, True, SEQ_LEN, False)
         out = theirs.apply_chat_template(
             messages, tools=tools, return_dict=True, return_assistant_tokens_mask=True
         )
@@ -477,4 +477,4 @@ def test_a_token_across_the_edge_of_an_answer_is_refused():
         "{% for m in messages %}{{ '\n' }}{% generation %}{{ 'a' }}{% endgeneration %}{% endfor %}"
     )
     with pytest.raises(ValueError, match="across the beginning or end of an answer"):
-        PromptEncoder(Tokenizer(joining), {"chat_template": template}).training(ASKED)
+        PromptEncoder(Tokenizer(joining), {"chat_template": template}).encode_training(ASKED)

@@ -26,7 +26,7 @@ class CompletionAnswer(OpenAIAnswer):
         choices = Choices(context, prompts, request.n, options, request.stop, score_top)
         for prompt in request.prompt:
             if isinstance(prompt, str):
-                names = context.prompts.find_control_tokens(prompt)
+                names = context.prompt_encoder.find_control_tokens(prompt)
                 choices.unused += [f"prompt: {name}" for name in names]
         super().__init__(request, choices, "cmpl", "text_completion")
         self.request = request
@@ -82,4 +82,4 @@ class CompletionAnswer(OpenAIAnswer):
 def encode_prompt(prompt: str | list[int], context: ServingContext) -> list[int]:
     if not isinstance(prompt, str):
         return prompt
-    return context.prompts.text(context.check_length(prompt, "prompt"))
+    return context.prompt_encoder.encode_text(context.check_length(prompt, "prompt"))
