@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Self
 from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, model_validator
 from pydantic_core import PydanticCustomError
 
-from .fields import Values
+from .fields import SILENT, Values
 
 MAX_UNUSED = 64  # names in the header of one answer
 MAX_VALUES = 2**20  # of JSON in a body, about, whatever the context
@@ -37,11 +37,9 @@ class RequestError(ValueError):
         self.code = code
         self.status_code = status
 
-    def rename(self, name: str, own_name: str) -> RequestError:
-        """Return the error with another name of its field; both are patterns of `re`."""
-        message, param = (
-            re.sub(name, own_name, text, count=1) for text in (str(self), self.param or "")
-        )
+    def translate(self, names: Mapping[str, str]) -> RequestError:
+        """Return the error with its field by another name, in `param` and in the message."""
+        message, param = (translate_field(text, names) for text in (str(self), self.param or ""))
         return RequestError(message, param or None, self.code, self.status_code)
 
 
@@ -72,18 +70,24 @@ STRICTLY = Reading()
 
 
 class Body(BaseModel):
-    """A JSON object with fields of exact types; fields.py describes the tables of other names."""
+    """A JSON object with fields of exact types.
+
+    Names that are no fields are looked up in the first four tables below, which fields.py
+    describes. The bodies of other APIs are translated into chat completions (apis/blocks.py), whose
+    fields are then named in errors and warnings; `api_names` has the client's names for them.
+    """
 
     model_config = ConfigDict(strict=True)
-    harmless: ClassVar[Mapping[str, Values]] = {}
+    aliases: ClassVar[Mapping[str, str]] = {}
+    ignored: ClassVar[Mapping[str, Values]] = {}
     neutral: ClassVar[Mapping[str, Sequence[Any]]] = {}
     refused: ClassVar[Mapping[str, str]] = {}
-    renamed: ClassVar[Mapping[str, str]] = {}
     place: ClassVar[str] = ""  # of the object in its request, before names in warnings
     is_open: ClassVar[bool] = False  # unknown names have no effect, unless they look like a typo
     typo: ClassVar[float] = 0.8  # similarity to a known name from which on an unknown one is a typo
-    own_names: ClassVar[Mapping[str, str]] = {}  # of fields in errors: patterns and replacements
-    field_names: ClassVar[frozenset[str]]  # names of fields
+    # For `translate_field`: names of a chat completion's fields, and those of this API
+    api_names: ClassVar[Mapping[str, str]] = {}
+    field_names: ClassVar[frozenset[str]]
 
     @classmethod
     def __pydantic_init_subclass__(cls, **_: Any) -> None:
@@ -101,17 +105,17 @@ class Body(BaseModel):
                 continue
             if name in cls.field_names:
                 fields[name] = value
-            elif (own_name := cls.renamed.get(name)) in cls.field_names:
-                fields.setdefault(own_name, value)
+            elif (field_name := cls.aliases.get(name)) in cls.field_names:
+                fields.setdefault(field_name, value)
             elif value not in EMPTY and not is_one_of(value, cls.neutral.get(name)):
                 cls._take_unused(name, value, reading)
         return fields
 
     @classmethod
     def _take_unused(cls, name: str, value: Any, reading: Reading) -> None:
-        if name in cls.harmless:
-            silent_values = cls.harmless[name]
-            if silent_values is not None and not is_one_of(value, silent_values):
+        if name in cls.ignored:
+            silent_values = cls.ignored[name]
+            if silent_values is not SILENT and not is_one_of(value, silent_values):
                 reading.pass_over(
                     name, f"{name} = {quote(value)} has no effect; leave it out", cls.place
                 )
@@ -155,18 +159,27 @@ class Body(BaseModel):
             return cls.model_validate(value, context=reading)
         except ValidationError as error:
             refusal = explain_errors(error.errors(include_url=False))
-            for name, own_name in cls.renamed.items():
-                if refusal.param == own_name and name in value:
-                    refusal = refusal.rename(own_name, name)
+            for alias, field_name in cls.aliases.items():
+                if refusal.param == field_name and alias in value:
+                    refusal = refusal.translate({field_name: alias})
             raise refusal from None
 
-    def rename(self, error: RequestError) -> RequestError:
-        for pattern, own_name in self.own_names.items():
-            error = error.rename(pattern, own_name)
-        return error
+
+def translate_field(text: str, names: Mapping[str, str]) -> str:
+    """Return the name of a field, or a message with it, by the name that the client knows.
+
+    With the `api_names` of the Messages API, "tools[0].function.parameters.type" becomes
+    "tools[0].input_schema.type"; with those of Responses, "messages[3].content" becomes "input".
+
+    Args:
+        names: patterns of names, and their replacements.
+    """
+    for pattern, name in names.items():
+        text = re.sub(pattern, name, text, count=1)
+    return text
 
 
-def is_one_of(value: Any, values: Sequence[Any] | None) -> bool:
+def is_one_of(value: Any, values: Values) -> bool:
     # In Python True == 1, in JSON they are two values
     return any(
         value == allowed and isinstance(value, bool) == isinstance(allowed, bool)

@@ -15,7 +15,7 @@ from ..engine.text import StopStrings, TextStream
 from .context import ServingContext
 from .grammar import AnswerGrammar
 from .scheduler import Running
-from .schema import rename_refusal
+from .schema import make_option_error
 
 
 class Written(NamedTuple):
@@ -124,17 +124,18 @@ class Choices:
     reasoning_tokens: int = 0  # counted by whoever reads the text
 
     def __post_init__(self) -> None:
-        scheduler = self.context.scheduler
-        # This runs outside of the event loop, so no stream waits for the disk
-        for prompt in self.prompts:
-            scheduler.engine.load_prefix(prompt)
         self.generated = [0] * (len(self.prompts) * self.n)  # tokens of each choice
         self._runs: list[Running] = []
         self._generating: dict[int, Running] = {}  # by choice
         # The engine reads a prompt once for all its choices that wait; more than decode side by
         # side would only fill the queue of others
-        self._room = asyncio.Semaphore(scheduler.max_joined)
+        self._room = asyncio.Semaphore(self.context.scheduler.max_joined)
         self._ready: dict[int, Running] = {}  # by choice: begun, and not read yet
+
+    def load_prefixes(self) -> None:
+        """Load what the prefix cache has on disk, outside of the event loop, where streams would wait."""
+        for prompt in self.prompts:
+            self.context.scheduler.engine.load_prefix(prompt)
 
     def begin(self) -> None:
         """Submit the first request, on the event loop; RequestError where the engine refuses it."""
@@ -261,7 +262,7 @@ class Choices:
         try:
             request = make(scheduler.batch)
         except ValueError as error:
-            raise rename_refusal(error) from None
+            raise make_option_error(error) from None
         own_grammar = grammar and grammar.copy()
         self._runs.append(scheduler.submit(request, own_grammar, admitted=bool(self._runs)))
         return self._runs[-1]

@@ -111,7 +111,8 @@ class ServingContext:
         # All choices share the limit, so the longest prompt decides
         longest = max(map(len, prompts))
         room = self.context_tokens - longest
-        if room < (limit != 0):
+        # A limit of 0 only scores the prompt, which may then fill the context
+        if room < 0 or (room == 0 and limit != 0):
             reason = (
                 f"but you sent {longest} tokens in the {param}, which leaves no room for an answer"
             )

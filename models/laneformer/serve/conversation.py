@@ -72,15 +72,16 @@ class ChoiceAnswer:
             self._call_id = "" if text in (block.id for block in self.blocks) else text
             return
         # Arguments continue the call, and text of one kind continues its block
-        continues_block = bool(self.blocks) and kind in ("arguments", self.blocks[-1].kind)
-        if kind == "call" or not continues_block:
-            self.blocks.append(Block(kind, len(self.blocks), name=text if kind == "call" else ""))
-            self.blocks[-1].id = self._call_id or self.blocks[-1].id
+        block = self.blocks[-1] if self.blocks else None
+        if block is None or kind == "call" or kind not in ("arguments", block.kind):
+            block = Block(kind, len(self.blocks), name=text if kind == "call" else "")
+            block.id = self._call_id or block.id
             self._call_id = ""
-            yield self.blocks[-1], ""
+            self.blocks.append(block)
+            yield block, ""
         if kind != "call":
-            self.blocks[-1].text += text
-            yield self.blocks[-1], text
+            block.text += text
+            yield block, text
 
 
 class Conversation:
@@ -111,7 +112,8 @@ class Conversation:
         async for piece in self.choices:
             answer = self.answers[piece.choice]
             # Read the state before the piece: tokens of the end tag count as reasoning
-            self.choices.reasoning_tokens += len(piece.ids) * answer.reader.inside
+            if answer.reader.inside:
+                self.choices.reasoning_tokens += len(piece.ids)
             yield answer.push(piece)
 
     def _make_grammar(self, tools: ToolUse) -> Grammar | None:

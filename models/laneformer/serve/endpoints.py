@@ -16,7 +16,7 @@ from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from .bodies import Body, Reading, RequestError
+from .bodies import Body, Reading, RequestError, translate_field
 from .context import ServingContext
 from .metrics import Metrics
 from .options import ServerOptions
@@ -180,10 +180,11 @@ class Endpoints:
                 try:
                     answer = make(parsed_body, self.context)
                 except RequestError as error:
-                    raise parsed_body.rename(error) from None
-                # Translate names of chat completions into those of this API
-                for name in answer.choices.unused if isinstance(answer, Answer) else ():
-                    reading.unused[parsed_body.rename(RequestError("", name)).param or name] = None
+                    raise error.translate(parsed_body.api_names) from None
+                if isinstance(answer, Answer):
+                    answer.choices.load_prefixes()
+                    for name in answer.choices.unused:
+                        reading.unused[translate_field(name, parsed_body.api_names)] = None
                 return answer
 
             answer = await self._run_in_pool(prepare_answer)

@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+# The values of a field without effect that need no warning
 Values = Sequence[Any] | None
+SILENT: Values = None  # all of them
+WARNED: Values = ()  # none of them
 
 # Bookkeeping of the client: no warning, whatever the value
 BOOKKEEPING = """
@@ -23,10 +26,11 @@ numa penalize_newline penalty_last_n priority provider repeat_last_n request_id 
 return_progress return_tokens route session_id snippy speed timeout timings_per_token tool_stream
 trace ttl usage use_mlock use_mmap user_profile_id vocab_only workspace_id xtc_threshold
 """
-# The values that need no warning; None: no value needs one
-HARMLESS: Mapping[str, Values] = {
-    **dict.fromkeys(BOOKKEEPING.split()),
-    **dict.fromkeys(FOREIGN.split(), ()),
+# Fields without effect. A client that sends another value than these may believe that it changes
+# the answer, so the header `warnings` names the field
+IGNORED: Mapping[str, Values] = {
+    **dict.fromkeys(BOOKKEEPING.split(), SILENT),
+    **dict.fromkeys(FOREIGN.split(), WARNED),
     "prompt_cache_retention": ["in_memory"],
     "service_tier": ["auto", "default", "standard_only"],
     "store": [False],
@@ -81,7 +85,7 @@ REFUSED: Mapping[str, str] = {
     "enable_thinking": "use chat_template_kwargs",
 }
 # Names that other servers gave to fields of ours
-RENAMED: Mapping[str, str] = {
+ALIASES: Mapping[str, str] = {
     "repeat_penalty": "repetition_penalty",
     "thinking_budget": "reasoning_budget",
     "thinking_token_budget": "reasoning_budget",

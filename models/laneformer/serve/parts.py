@@ -9,6 +9,7 @@ from pydantic import AfterValidator, Field, ValidationInfo, model_validator
 
 from ..chat import ASSISTANT, SYSTEM
 from .bodies import HALF_PAIR, STRICTLY, Body, refuse
+from .fields import SILENT, WARNED
 
 # Of a content, and of tools: the check of a list holds up other threads
 MAX_PARTS = 2**12
@@ -34,7 +35,7 @@ Effort = Annotated[str, AfterValidator(check_effort)]
 class Called(Body):
     place = "messages[].tool_calls[].function."
     is_open = True
-    harmless = {"parsed_arguments": None}  # the openai client adds it, and sends it back
+    ignored = {"parsed_arguments": SILENT}  # the openai client adds it, and sends it back
 
     name: str
     arguments: str
@@ -43,7 +44,7 @@ class Called(Body):
 class ToolCall(Body):
     place = "messages[].tool_calls[]."
     is_open = True
-    harmless = {"index": None}  # programs that join deltas leave it in
+    ignored = {"index": SILENT}  # programs that join deltas leave it in
 
     id: str | None = None
     type: Literal["function"] = "function"
@@ -75,7 +76,7 @@ class Tool(Body):
 
 
 class JsonSchema(Body):
-    harmless = {"description": None, "strict": None}
+    ignored = {"description": SILENT, "strict": SILENT}
 
     name: Annotated[str, Field(pattern=NAME)]
     value: Any = Field(default=None, alias="schema")
@@ -84,7 +85,7 @@ class JsonSchema(Body):
 class ResponseFormat(Body):
     """The form of an answer: `json_schema` in chat completions, the schema itself in other APIs."""
 
-    harmless = {"description": None, "strict": None}
+    ignored = {"description": SILENT, "strict": SILENT}
 
     type: Literal["text", "json_object", "json_schema"] = "text"
     name: str | None = None
@@ -119,7 +120,7 @@ class ToolChoice(Body):
 class TextPart(Body):
     place = "messages[].content[]."
     is_open = True
-    harmless = {"cache_control": None}
+    ignored = {"cache_control": SILENT}
 
     type: Literal["text"]
     text: str
@@ -142,7 +143,7 @@ class Prediction(Body):
 class Thinking(Body):
     """Anthropic's field."""
 
-    harmless = {"display": None}
+    ignored = {"display": SILENT}
 
     type: Literal["enabled", "disabled", "adaptive", "between_tools"] = "enabled"
     budget_tokens: Annotated[int, Field(ge=-1)] | None = None
@@ -151,7 +152,7 @@ class Thinking(Body):
 class Reasoning(Body):
     """OpenAI's field."""
 
-    harmless = {"context": (), "generate_summary": None, "mode": (), "summary": None}
+    ignored = {"context": WARNED, "generate_summary": SILENT, "mode": WARNED, "summary": SILENT}
     neutral = {"enabled": [True], "exclude": [False]}
 
     effort: Effort | None = None
@@ -165,8 +166,8 @@ class Message(Body):
         "refusal": "send what the assistant wrote as content",
         "function_call": "use tool_calls",
     }
-    renamed = {"reasoning": "reasoning_content"}
-    harmless = {"parsed": None}  # the openai client adds it, and sends it back
+    aliases = {"reasoning": "reasoning_content"}
+    ignored = {"parsed": SILENT}  # the openai client adds it, and sends it back
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Content = None

@@ -12,7 +12,7 @@ from ..chat import ASSISTANT
 from ..engine import GenerationOptions
 from ..engine.options import BIAS_RANGE, MAX_DRAFT_TOKENS, MAX_LOGPROBS, RANGES
 from .bodies import STRICTLY, Body, RequestError, refuse
-from .fields import HARMLESS, NEUTRAL, REFUSED, RENAMED
+from .fields import ALIASES, IGNORED, NEUTRAL, REFUSED
 from .parts import (
     MAX_PARTS,
     Effort,
@@ -33,8 +33,8 @@ MAX_TOOLS = 128
 MAX_STOPS = 16  # OpenAI has 4; evaluations send more
 MIN_TOP_P = 1e-12  # stands for OpenAI's 0: the likeliest token alone
 NO_SEED = -1  # other servers' value for a random seed
-# Names in requests of options that the engine calls otherwise
-OWN_NAMES = {"stop_ids": "stop_token_ids", "min_new_tokens": "min_tokens"}
+# Fields whose options the engine calls otherwise
+FIELDS_OF_OPTIONS = {"stop_ids": "stop_token_ids", "min_new_tokens": "min_tokens"}
 
 Text = Annotated[str, Field(min_length=1)]
 Ids = Annotated[list[int], Field(fail_fast=True)]
@@ -55,7 +55,9 @@ Biases = dict[
 
 
 def wrap_text(value: Any) -> Any:
-    return [value] * (value != "") if isinstance(value, str) else value
+    if isinstance(value, str):
+        return [value] if value else []
+    return value
 
 
 def check_prompts(value: Any) -> list[str | Ids]:
@@ -76,7 +78,7 @@ def is_ids(prompt: Any) -> bool:
 class Sampling(Body):
     """How tokens are drawn, in all APIs."""
 
-    renamed = RENAMED
+    aliases = ALIASES
 
     frequency_penalty: Penalty = 0.0
     presence_penalty: Penalty = 0.0
@@ -118,19 +120,20 @@ class Sampling(Body):
                 logprobs=logprobs,
             )
         except ValueError as error:
-            raise rename_refusal(error) from None
+            raise make_option_error(error) from None
 
 
-def rename_refusal(error: ValueError) -> RequestError:
+def make_option_error(error: ValueError) -> RequestError:
+    """Return what a client is told about an option that the engine refuses."""
     # The engine's messages begin with the name of the option
     option, _, reason = str(error).partition(" ")
-    name = OWN_NAMES.get(option, option)
+    name = FIELDS_OF_OPTIONS.get(option, option)
     return RequestError(f"{name} {reason}", name)
 
 
 class StreamOptions(Body):
     place = "stream_options."
-    harmless = {"include_obfuscation": [False]}
+    ignored = {"include_obfuscation": [False]}
 
     include_usage: bool = False
     continuous_usage_stats: bool = False  # usage so far in every chunk
@@ -139,7 +142,7 @@ class StreamOptions(Body):
 class Request(Sampling):
     """The fields that every API has."""
 
-    harmless = HARMLESS
+    ignored = IGNORED
     neutral = NEUTRAL
     refused = REFUSED
 

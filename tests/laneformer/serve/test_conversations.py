@@ -166,7 +166,6 @@ def test_what_a_template_raises_is_told_and_what_the_server_raises_is_not(
 def test_each_choice_gets_its_own_request_whichever_is_followed_first():
     batch = SimpleNamespace(generation=lambda prompt, seed, **options: seed)
     scheduler = SimpleNamespace(
-        engine=SimpleNamespace(load_prefix=len),
         max_joined=2,
         batch=batch,
         submit=lambda request, grammar, admitted: request,

@@ -1,4 +1,4 @@
-"""Tests of every API's fields: used, harmless, or refused by name."""
+"""Tests of every API's fields: used, ignored, or refused by name."""
 
 import json
 import typing
@@ -11,7 +11,7 @@ from laneformer.serve.apis.messages import MessagesRequest
 from laneformer.serve.apis.ollama import ChatRequest, GenerateRequest
 from laneformer.serve.apis.responses import ResponsesRequest
 from laneformer.serve.bodies import Reading, RequestError
-from laneformer.serve.fields import HARMLESS, NEUTRAL, REFUSED
+from laneformer.serve.fields import IGNORED, NEUTRAL, REFUSED
 from laneformer.serve.schema import CompletionRequest, ConversationRequest
 from tests.laneformer.serve.endpoint import parse_table
 
@@ -69,11 +69,7 @@ def test_every_parameter_of_the_client_is_known(api, module, parameters):
     body = BODIES[api][0]
     assert (
         names.keys()
-        <= body.field_names
-        | body.renamed.keys()
-        | HARMLESS.keys()
-        | NEUTRAL.keys()
-        | REFUSED.keys()
+        <= body.field_names | body.aliases.keys() | IGNORED.keys() | NEUTRAL.keys() | REFUSED.keys()
     )
 
 
@@ -223,10 +219,10 @@ def test_wrong_values_name_field_value_and_what_is_allowed(api, fields, param, m
 @EVERY
 def test_what_asks_for_nothing_passes(api):
     body = BODIES[api][0]
-    for name in {*REFUSED, *HARMLESS, *NEUTRAL} - body.field_names - body.renamed.keys():
+    for name in {*REFUSED, *IGNORED, *NEUTRAL} - body.field_names - body.aliases.keys():
         for empty in ("", [], {}, None):
             assert read(api, **{name: empty})[1] == ""
-    for name in NEUTRAL.keys() - body.field_names - body.renamed.keys():
+    for name in NEUTRAL.keys() - body.field_names - body.aliases.keys():
         for value in NEUTRAL[name]:
             assert read(api, **{name: value})[1] == ""
         assert param_of(api, **{name: "another"}) == name

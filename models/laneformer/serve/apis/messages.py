@@ -54,8 +54,8 @@ class OutputConfig(Body):
 
 
 class MessagesRequest(TranslatedRequest):
-    renamed = {**TranslatedRequest.renamed, "stop_sequences": "stop"}
-    own_names = {
+    aliases = {**TranslatedRequest.aliases, "stop_sequences": "stop"}
+    api_names = {
         r"^messages\S*": "messages",
         r"^(tools\S*?)\.function\.parameters": r"\1.input_schema",
         r"^(tools\S*?|tool_choice)\.function": r"\1",

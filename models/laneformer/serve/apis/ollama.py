@@ -16,7 +16,7 @@ from ..bodies import Body
 from ..context import ServingContext
 from ..conversation import Block
 from ..endpoints import Endpoints
-from ..fields import HARMLESS, NEUTRAL, REFUSED, RENAMED
+from ..fields import ALIASES, IGNORED, NEUTRAL, REFUSED, SILENT
 from ..parts import Objects, parse_arguments
 from ..schema import Sampling
 from ..sending import Answer, ClientError
@@ -46,10 +46,10 @@ class Options(Sampling):
     place = "options."
     is_open = True
     typo = 1.0
-    harmless = HARMLESS
+    ignored = IGNORED
     neutral = NEUTRAL
     refused = {**REFUSED, "format": "send it beside the options"}
-    renamed = {**RENAMED, "num_predict": "max_tokens"}
+    aliases = {**ALIASES, "num_predict": "max_tokens"}
 
     max_tokens: Annotated[
         int | None, AfterValidator(lambda most: most if most and most > 0 else None)
@@ -59,7 +59,7 @@ class Options(Sampling):
 class OllamaRequest(TranslatedRequest):
     """What /api/chat and /api/generate share."""
 
-    own_names = {r"^messages\S*": "messages", r"^response_format(\.schema)?": "format"}
+    api_names = {r"^messages\S*": "messages", r"^response_format(\.schema)?": "format"}
 
     stream: bool = True
     options: Options = Options()
@@ -93,7 +93,7 @@ class ChatRequest(OllamaRequest):
 
 
 class GenerateRequest(OllamaRequest):
-    own_names = {**OllamaRequest.own_names, r"^messages": "prompt"}
+    api_names = {**OllamaRequest.api_names, r"^messages": "prompt"}
 
     prompt: str = ""
     system: str = ""
@@ -210,7 +210,7 @@ def make_answer(
 
 class ShowRequest(Body):
     is_open = True
-    harmless = {"verbose": None, "name": None}
+    ignored = {"verbose": SILENT, "name": SILENT}
 
     model: str | None = None
 

@@ -28,7 +28,7 @@ NAMES = {"reasoning": "reasoning_text", "text": "output_text", "call": "function
 
 
 class TextOptions(Body):
-    harmless = {"verbosity": ["medium"]}
+    ignored = {"verbosity": ["medium"]}
 
     format: ResponseFormat = ResponseFormat()
 
@@ -39,8 +39,8 @@ class NamedFunction(Body):
 
 
 class ResponsesRequest(TranslatedRequest):
-    renamed = {**TranslatedRequest.renamed, "max_output_tokens": "max_tokens"}
-    own_names = {
+    aliases = {**TranslatedRequest.aliases, "max_output_tokens": "max_tokens"}
+    api_names = {
         r"^messages\S*": "input",
         r"^(tools\S*?|tool_choice)\.function": r"\1",
         r"^response_format": "text.format",
