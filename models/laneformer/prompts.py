@@ -229,10 +229,9 @@ class ChatTemplate:
 
     def __init__(self, tokenizer_config: Mapping[str, Any]):
         """Compile the template; ValueError where there is none or it cannot be read."""
-        source = tokenizer_config.get("chat_template")
-        if isinstance(source, list):  # several, by name
-            source = {entry["name"]: entry["template"] for entry in source}
-        templates = source or {}
+        templates = tokenizer_config.get("chat_template") or {}
+        if isinstance(templates, list):  # several, by name
+            templates = {entry["name"]: entry["template"] for entry in templates}
         if isinstance(templates, str):
             templates = {"default": templates}
         if "default" not in templates:
@@ -246,11 +245,10 @@ class ChatTemplate:
             }
         except template_error as error:
             raise ValueError(f"the model's chat template cannot be read: {error}") from None
-        tokens = {
-            name: value for name, value in tokenizer_config.items() if name.endswith("_token")
-        }
         self._tokens = {
-            name: t["content"] if isinstance(t, dict) else t for name, t in tokens.items() if t
+            name: token["content"] if isinstance(token, dict) else token
+            for name, token in tokenizer_config.items()
+            if name.endswith("_token") and token
         }
 
     def render(
@@ -271,8 +269,8 @@ class ChatTemplate:
             "documents": None,
             **self._tokens,
             **variables,
+            "add_generation_prompt": add_generation_prompt,
         }
-        values["add_generation_prompt"] = add_generation_prompt
         # Templates are third-party code: they see plain JSON values only, in Jinja's sandbox
         json_values = json.loads(json.dumps(values))
         try:

@@ -120,11 +120,11 @@ class Batch:
         if c.ended.error is not None:
             return Update(c.ticket, tokens, "error", None, statistics, str(c.ended.error))
         reason = finish_reason(request, joined.last, joined.has_left)
-        if not request.score_from or reason != "stop" or scores is None:
-            return Update(c.ticket, tokens, reason, None, statistics)
-        scored = PromptLogprobs.of(
-            request.prompt[request.score_from :], scores, request.logprobs or 0
-        )
+        scored = None
+        if request.score_from and reason == "stop" and scores is not None:
+            scored = PromptLogprobs.of(
+                request.prompt[request.score_from :], scores, request.logprobs or 0
+            )
         return Update(c.ticket, tokens, reason, scored, statistics)
 
     @property

@@ -1,4 +1,7 @@
-"""The choices of an answer: each is a request of the scheduler, read as text up to a stop string."""
+"""The choices of an answer: each is a request of the scheduler, read as text up to a stop string.
+
+engine/decoder.py lists the types that a new token passes through.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ class Written(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """What is new of one choice."""
+    """What one choice has gained: text that no stop string can take back, and its tokens."""
 
     choice: int
     text: str = ""
@@ -150,9 +153,12 @@ class Choices:
     def count_usage(self) -> Usage:
         read = sum(map(len, self.prompts))
         usage = Usage(read, sum(self.generated), self.reasoning_tokens)
-        statistics = {choice: running.statistics for choice, running in self._generating.items()}
-        ended = {choice: counts for choice, counts in statistics.items() if counts is not None}
-        if len(ended) < len(statistics):
+        ended = {
+            choice: running.statistics
+            for choice, running in self._generating.items()
+            if running.statistics is not None
+        }
+        if len(ended) < len(self._generating):
             return usage
         # The tokens of a prompt are reused for each of its choices, and count once
         firsts = [counts for choice, counts in ended.items() if choice % self.n == 0]

@@ -1,4 +1,7 @@
-"""One conversation and its answer in blocks, into which and from which each API translates."""
+"""One conversation and its answer in blocks, into which and from which each API translates.
+
+engine/decoder.py lists the types that a new token passes through.
+"""
 
 from __future__ import annotations
 
@@ -95,16 +98,25 @@ class Conversation:
         # Control tokens are read as text: they stand around calls, and between harmony's messages
         self.reads_control = bool(tools.names) or context.harmony
         grammar = self._make_grammar(tools)
-        # A grammar that allows no free text allows no reasoning either
-        forced = grammar is not None and not (tools.names and tools.optional)
-        inside = not forced and (
+        # Which answers may reason, and which begin inside a reasoning, that the prompt has opened:
+        #
+        #   format of the model     answer allowed       prompt opens one   may reason   begins inside
+        #   harmony                 any                  never              yes          no
+        #   others                  text, optional call  yes                yes          yes
+        #   others, with <think>    text, optional call  no                 yes          no
+        #   others, without         text, optional call  no                 no           no
+        #   others                  schema, forced call  either             no           no
+        #
+        # In the last row the grammar has no place for a reasoning; those of harmony have one.
+        allows_text = grammar is None or (tools.optional and tools.form is not None)
+        begins_inside = allows_text and (
             continues_reasoning(request) or begins_reasoning(context.tokenizer, self.prompt)
         )
-        reader = partial(AnswerReader, tools.form, inside, context.harmony)
-        masks: AnswerGrammar | None = grammar
-        if context.harmony or (not forced and (inside or context.reasons)):
-            masks = self._add_budget(reader, grammar)
-        self.choices = self._make_choices(masks)
+        may_reason = context.harmony or (allows_text and (begins_inside or context.reasons))
+        reader = partial(AnswerReader, tools.form, begins_inside, context.harmony)
+        self.choices = self._make_choices(
+            self._add_budget(reader, grammar) if may_reason else grammar
+        )
         self.choices.unused = tools.unused
         self.answers = [ChoiceAnswer(reader()) for _ in range(request.n)]
 
@@ -129,7 +141,7 @@ class Conversation:
     def _add_budget(
         self, reader: Callable[[], AnswerReader], grammar: Grammar | None
     ) -> AnswerGrammar | None:
-        """Return the grammar, or one that also ends a reasoning that takes too long."""
+        """Return the grammar of an answer that may reason, with the end of a reasoning over its budget."""
         context = self.context
         tokens = self.request.reasoning_budget
         tokens = context.reasoning_budget if tokens is None else tokens

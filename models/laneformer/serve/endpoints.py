@@ -120,7 +120,7 @@ class Access:
 
     def limit_body(self, receive: Receive) -> Receive:
         """Raise status 413 as soon as the body exceeds max_body_bytes."""
-        remaining_bytes = self.options.max_body_bytes
+        remaining_bytes = max_bytes = self.options.max_body_bytes
 
         async def receive_limited() -> Message:
             nonlocal remaining_bytes
@@ -134,7 +134,6 @@ class Access:
             while message.get("more_body") and remaining_bytes > -DISCARDED_BYTES:
                 message = await receive()
                 remaining_bytes -= len(message.get("body", b""))
-            max_bytes = self.options.max_body_bytes
             raise HTTPException(
                 413, f"the body has more than {max_bytes} bytes", {"Connection": "close"}
             )

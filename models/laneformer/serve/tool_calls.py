@@ -1,4 +1,8 @@
-"""Tools: functions that a model may call, in the form that its own chat template shows."""
+"""Tools: functions that a model may call, in the form that its own chat template shows.
+
+The form is a `CallForm` of engine/channels.py, whose `AnswerReader` parses calls in it. Here it is
+found in the template (`read_form`), and forced on the model by a grammar (`ToolUse.make_grammar`).
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,7 @@ import contextlib
 import copy
 import itertools
 import json
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -54,7 +59,22 @@ def read_form(template: ChatTemplate, tools: Sequence[Mapping[str, Any]]) -> Cal
 def probe_calls(
     template: ChatTemplate, tools: Sequence[Mapping[str, Any]], ids: Sequence[str]
 ) -> CallForm | None:
-    """Return the form that calls with these ids show; ChatError where the template refuses them."""
+    r"""Return the form that calls with these ids show; ChatError where the template refuses them.
+
+    What stands around the name and the arguments of a call in a rendered conversation is the form:
+    the grammar allows no other, and the parser looks for it. For example, a template ends in
+
+        assistant\nprobed_answer<|im_end|>\n                            for an answer without calls
+        assistant\n<tool_call>\n{"name": "probed_function", "arguments": {"probed_key":
+            "probed_value"}}\n</tool_call><|im_end|>\n                  for one with a call
+
+    `assistant\n` and `<|im_end|>\n` stand around every answer. Of what is left,
+
+        begin   `<tool_call>\n{"name": "`   up to the name
+        middle  `", "arguments": `          up to the arguments
+        end     `}\n</tool_call>`           behind them
+        between `}\n</tool_call>\n<tool_call>\n{"name": "`, from an answer with three calls
+    """
     arguments: Any = {"probed_key": "probed_value"}
     answer = "probed_answer"
     spelled = json.dumps(arguments)
@@ -70,9 +90,8 @@ def probe_calls(
             [{"role": USER, "content": "x"}, {"role": ASSISTANT, **fields}], tools=tools
         )
 
-    # A conversation with a call is rendered: what stands around the function's name and its
-    # arguments is the form. The grammar allows this form alone, and the parser looks for it.
-    rendered_answer = render(0)
+    # What stands around every message of an assistant
+    before, _, after = render(0).partition(answer)
     one_call = ""
     with contextlib.suppress(ChatError):
         one_call = render(1)
@@ -80,9 +99,7 @@ def probe_calls(
     if as_text := not one_call or str(arguments) in one_call:
         arguments = spelled
         one_call = render(1)
-    # What stands around every message of an assistant
-    before, _, after = rendered_answer.partition(answer)
-    shared = next(n for n in range(len(before), -1, -1) if one_call.startswith(before[:n]))
+    shared = len(os.path.commonprefix([before, one_call]))  # noqa: RUF071 (of texts, no paths)
     match = re.fullmatch(
         f"(?s)(.+?){PROBE_NAME}(.*?){re.escape(spelled)}(.*){re.escape(after)}", one_call[shared:]
     )
@@ -90,19 +107,30 @@ def probe_calls(
         return None
     begin, middle, end = map(replace_ids, match.groups())
     between = None
+    # A template may refuse several calls
     with contextlib.suppress(ChatError):
-        parts = [replace_ids(part).partition(PROBE_NAME) for part in render(3).split(spelled)]
-        # Fewer parts: the template shows the first call alone
-        if len(parts) == 4:
-            before_name, _, after_name = parts[1]
-            numbered_middle = replace_number(middle, after_name)
-            if before_name == parts[2][0] and (numbered_middle != middle or after_name == middle):
-                between = before_name
-            middle = numbered_middle
+        between, middle = find_between(render(3).split(spelled), middle)
     if CALL_ID in end or "probed" in f"{begin}{middle}{end}{between}":
         # An id behind its call would come too late
         return None
     return CallForm(begin.lstrip(), middle, between, end, as_text)
+
+
+def find_between(parts: Sequence[str], middle: str) -> tuple[str | None, str]:
+    """Return `between`, None for a model of one call at a time, and `middle`, in which a number may count.
+
+    Args:
+        parts: an answer with three calls, split at their arguments.
+    """
+    # Fewer parts: the template shows the first call alone
+    if len(parts) != 4:
+        return None, middle
+    (between, _, second_middle), (next_between, *_) = (
+        replace_ids(part).partition(PROBE_NAME) for part in parts[1:3]
+    )
+    numbered_middle = replace_number(middle, second_middle)
+    repeats = between == next_between and (numbered_middle != middle or second_middle == middle)
+    return between if repeats else None, numbered_middle
 
 
 def replace_ids(text: str) -> str:
@@ -216,6 +244,16 @@ class ToolUse:
         return texts
 
     def make_grammar(self) -> Grammar | None:
+        """Return the grammar of calls, and of text where it may come instead; None without tools.
+
+        In Lark, `call` is a name with its arguments, and `a0` the arguments of the first tool. With
+        one tool `f`, in the form of gpt-oss (`write_harmony_rules` has the other rules):
+
+            start: (analysis TEXT more)? preamble? (call | final TEXT)
+            call: (<|channel|> "commentary to=functions.f" | " to=functions.f" <|channel|>
+                "commentary") kind a0
+            a0: %json {...}
+        """
         if not self.names:
             return None
         form = self.calling.form
@@ -224,46 +262,70 @@ class ToolUse:
         rules = []
         call_rules = []
         for number, function in enumerate(self.functions):
-            if function["name"] in self.names:
+            name = function["name"]
+            if name in self.names:
                 what = f"tools[{number}].function.parameters"
                 rule = grammars.write_json_rule(
                     close_schema(function["parameters"]), what, self.unused
                 )
                 rules.append(f"a{number}: {rule}")
-                name = function["name"]
                 if form is HARMONY:
                     # The function stands in either of two places of a header
                     header = literal(f" to={FUNCTIONS}{name}{CHANNEL}commentary")
                     call_rules.append(f"({literal(form.begin + name)} | {header}) kind a{number}")
                 else:
                     call_rules.append(f"{literal(name + form.middle)} a{number}")
-        call = f"call: {' | '.join(call_rules)}"
         if form is HARMONY:
-            answer = "preamble? (call | final TEXT)" if self.optional else "call"
-            return grammars.compile_lark(
-                "\n".join([grammars.write_harmony_rules(answer), call, *rules])
+            start = grammars.write_harmony_rules(
+                "preamble? (call | final TEXT)" if self.optional else "call"
             )
-        more_calls = (
+        else:
+            start = self._write_start(grammars)
+        call = f"call: {' | '.join(call_rules)}"
+        return grammars.compile_lark("\n".join([start, call, *rules]))
+
+    def _write_start(self, grammars: Grammars) -> str:
+        r"""Return the rules of an answer with calls in any form but harmony.
+
+        Where calls are required, with begin `<tool_call>{"name": "` and end `}</tool_call>`:
+
+            start: "<tool_call>{\"name\": \"" call ("}</tool_call><tool_call>{\"name\": \"" call)*
+                "}</tool_call>"
+
+        Where they are optional, text may come up to the first call. With begin `{"name": "`, an
+        answer is a call if its first character is "{":
+
+            start: FIRST? | "{\"name\": \"" call "}"
+            FIRST: /[^{](.|\n)*/
+
+        With any other begin, its marker (`CallForm.marker`, here <tool_call>) ends the text, as
+        letters or as the control token 7:
+
+            start: (TEXT | head "{\"name\": \"" call "}</tool_call>"
+                | TEXT <[7]> "{\"name\": \"" call "}</tool_call>")
+            head[lazy]: TEXT "<tool_call>"
+        """
+        form = self.calling.form
+        literal = grammars.write_literal
+        next_calls = (
             f"({literal(form.between)} call)*" if self.parallel and form.between is not None else ""
         )
-        calls = f"call {more_calls} {literal(form.end)}"
+        calls = f"call {next_calls} {literal(form.end)}"
+        begin = literal(form.begin)
         marker = form.marker
-        rest = f"{literal(form.begin.removeprefix(form.marker))} {calls}"
-        token = grammars.write_text_tokens(but=marker)
-        # Only calls where they are required, else text up to the first call
+        text_token = grammars.write_text_tokens(but=marker)
         if not self.optional:
-            start = f"start: {literal(form.begin)} {calls}"
+            start = f"start: {begin} {calls}"
         elif marker == "{":
-            more_calls = f"({token} TEXT)*" if token else ""
-            start = f"start: FIRST? {more_calls} | {literal(form.begin)} {calls}\nFIRST: /[^{{](.|\\n)*/"
+            next_text = f"({text_token} TEXT)*" if text_token else ""
+            start = f"start: FIRST? {next_text} | {begin} {calls}\nFIRST: /[^{{](.|\\n)*/"
         else:
-            # The marker may come as one token, and as its letters
-            before = f"(TEXT {token})*" if token else ""
-            single = literal(marker)
-            called_by_token = f"| TEXT {single} {rest}" if single.startswith("<[") else ""
-            start = f"start: {before} (TEXT | head {rest} {called_by_token})\nhead[lazy]: TEXT {json.dumps(marker)}"
-        rules += ["TEXT: /(.|\\n)*/"]
-        return grammars.compile_lark("\n".join([start, call, *rules]))
+            text_before = f"(TEXT {text_token})*" if text_token else ""
+            calls = f"{literal(form.begin.removeprefix(marker))} {calls}"
+            marker_token = literal(marker)
+            by_token = f"| TEXT {marker_token} {calls}" if marker_token.startswith("<[") else ""
+            start = f"start: {text_before} (TEXT | head {calls} {by_token})\nhead[lazy]: TEXT {json.dumps(marker)}"
+        return f"{start}\nTEXT: /(.|\\n)*/"
 
 
 def translate_to_harmony(messages: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
