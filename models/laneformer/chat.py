@@ -1,4 +1,7 @@
-"""Roles of a conversation's messages, and the error for one that has no form; prompts.py renders them."""
+"""Names of the roles in a conversation, and the error for one that a template refuses.
+
+prompts.py renders conversations; engine/channels.py parses answers; serve/conversation.py does both for a server.
+"""
 
 from __future__ import annotations
 

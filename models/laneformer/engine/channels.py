@@ -2,6 +2,9 @@
 
 Formats: `<think>REASONING</think>TEXT` with calls in the form of the chat template (`CallForm`), and OpenAI's
 harmony (gpt-oss): https://developers.openai.com/cookbook/articles/openai-harmony
+
+serve/tool_calls.py finds a model's `CallForm` in its template and forces it by a grammar; serve/conversation.py
+makes blocks of the deltas.
 """
 
 from __future__ import annotations
@@ -33,7 +36,7 @@ OBJECT = json.JSONDecoder(parse_int=str, parse_float=str)  # numbers of any leng
 
 
 class Delta(NamedTuple):
-    """A new piece of an answer."""
+    """New text of an answer, of one kind."""
 
     # "reasoning", "text", "id" (of the next call, where the model writes one), "call" (one begins:
     # text is the function's name) or "arguments" (of that call)

@@ -1,4 +1,19 @@
-"""The interface `Decoder` that the CPU and the CUDA engine implement, its requests and its results."""
+"""The interface `Decoder` that the CPU and the CUDA engine implement, its requests and its results.
+
+A new token passes through these types, from the schedule in C++ to a client's event stream:
+
+    type            defined in             holds                                      made by
+    News            schedule/sequence.h    ids of one request since the last collect  Schedule::collect
+    Collected       engine/decoder.py      the same in Python                         Decoder.collect
+    GeneratedToken  engine/decoder.py      an id with its log-probabilities           attach_scores
+    Update          engine/batch.py        tokens and state of one request            Batch.updates
+    Written         serve/choices.py       a token and the place of its text          Writing.push
+    Piece           serve/choices.py       text and tokens of one choice              Choices
+    Delta           engine/channels.py     text as reasoning, answer or call          AnswerReader.push
+    Block, Part     serve/conversation.py  a part of the answer; its new text         ChoiceAnswer.push
+
+An `Engine` call ends at GeneratedToken, a `Batch` at Update, /v1/completions at Piece.
+"""
 
 from __future__ import annotations
 

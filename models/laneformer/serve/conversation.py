@@ -29,7 +29,7 @@ ID_CHARS = 9  # of a call's id, as Mistral's templates take it
 
 @dataclass(eq=False)
 class Block:
-    """A part of an answer."""
+    """A reasoning, a text or a call in an answer."""
 
     kind: str  # "reasoning", "text" or "call"
     index: int  # its place in the answer
@@ -43,6 +43,8 @@ Part = tuple[Block, str]  # a block and its new text, which is empty when the bl
 
 
 class ChoiceAnswer:
+    """The blocks of one choice, as its text comes."""
+
     def __init__(self, reader: AnswerReader):
         self.blocks: list[Block] = []
         self.reader = reader

@@ -52,7 +52,10 @@ class EngineError(ServingError):
 
 
 class Running:
-    """A request that waits, runs, or has ended; iterate over its tokens on the event loop."""
+    """A request of the scheduler, from `submit` on: it waits, runs, or has ended.
+
+    Iterate over its tokens on the event loop.
+    """
 
     def __init__(self, scheduler: Scheduler, request: Request, grammar: AnswerGrammar | None):
         self.request = request
@@ -155,7 +158,12 @@ class Running:
 
 
 class Scheduler:
-    """Runs requests on an engine in the order of their submission, until `close`."""
+    """A queue in front of an engine, and the thread that hands requests over and collects tokens.
+
+    Requests join the engine in the order of their submission, as soon as fewer than `max_joined`
+    are with it. What runs in a pass, and how prompts and new tokens share it, is no decision of this
+    class: that batching is `Schedule` in engine/schedule.
+    """
 
     def __init__(
         self,

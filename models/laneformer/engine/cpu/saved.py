@@ -185,7 +185,7 @@ class SavedPrefixes:
 
 
 def max_reusable(request: Request) -> int:
-    """Return the most positions that a request may reuse, as in schedule/sequence.h."""
+    """Return the most positions that a request may reuse: Sequence::max_reusable (schedule/sequence.h)."""
     if not request.reuse_prefix or request.keep_logits:
         return 0
     return (request.score_from or len(request.prompt)) - 1
