@@ -125,7 +125,7 @@ def find_between(parts: Sequence[str], middle: str) -> tuple[str | None, str]:
     # Fewer parts: the template shows the first call alone
     if len(parts) != 4:
         return None, middle
-    (between, _, second_middle), (next_between, *_) = (
+    (between, _, second_middle), (next_between, _, _) = (
         replace_ids(part).partition(PROBE_NAME) for part in parts[1:3]
     )
     numbered_middle = replace_number(middle, second_middle)
