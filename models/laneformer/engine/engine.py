@@ -209,14 +209,9 @@ class Engine:
         return prefixes.counts if prefixes else {}
 
     def load_prefix(self, prompt_ids: Sequence[int]) -> None:
-        """Load what `cache_dir` has of this prompt, so that the join of its request need not wait for the disk.
-
-        `CpuDecoder.join` loads as well, for callers that have not called this, and then finds the
-        prefix in the pool.
-        """
+        """Load what `cache_dir` has of this prompt, for which its request would wait when it joins."""
         if prefixes := getattr(self._open(), "prefixes", None):
-            # `max_reusable` of a request that generates: its last position has to run for the logits
-            prefixes.load(prompt_ids, len(prompt_ids) - 1)
+            prefixes.load(prompt_ids, len(prompt_ids) - 1)  # max_reusable (cpu/saved.py)
 
     def cancel(self) -> None:
         """End requests, from any thread: calls raise Cancelled, `generate_detailed` returns what there is."""

@@ -1,4 +1,9 @@
-"""Requests wait in a bounded queue, one thread decodes them, an event loop reads their tokens."""
+"""Requests wait in a bounded queue, one thread decodes them, an event loop reads their tokens.
+
+A request joins the engine as soon as fewer than `max_joined` are with it. What runs in a pass, and
+how prompts and new tokens share it, is not decided here: that batching is `Schedule` in
+engine/schedule.
+"""
 
 from __future__ import annotations
 
@@ -158,12 +163,7 @@ class Running:
 
 
 class Scheduler:
-    """A queue in front of an engine, and the thread that hands requests over and collects tokens.
-
-    Requests join the engine in the order of their submission, as soon as fewer than `max_joined`
-    are with it. What runs in a pass, and how prompts and new tokens share it, is no decision of this
-    class: that batching is `Schedule` in engine/schedule.
-    """
+    """Lets requests join an engine in the order of their submission (batching: engine/schedule)."""
 
     def __init__(
         self,
