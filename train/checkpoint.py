@@ -96,7 +96,7 @@ class PhaseCheckpointManager(CheckpointSaver):
         if f"{DATALOADER}.mixture" in stored:
             state = {DATALOADER: self.states[DATALOADER].state_dict()}
             self.dcp_load(state, str(parent), from_hf=False, from_quantized=False)
-            self.states[DATALOADER].begin_after(json.loads(state[DATALOADER]["mixture"]))
+            self.states[DATALOADER].start_phase_after(json.loads(state[DATALOADER]["mixture"]))
         listing = " and ".join(names)
         logger.info(
             f"New phase from {parent}: {listing}; schedule, settings and data order are this job's"

@@ -19,25 +19,25 @@ def gather_ranks(local: Tensor) -> Tensor:
 
 
 class Diagnostics:
-    """Measures a logged step, in this order: `begin`, `see_logits`, `see_gradients`, `gather`."""
+    """Measures a logged step, in this order: `begin`, `add_logits`, `measure_gradients`, `gather`."""
 
     def __init__(self, model: Any):
         self.model = model
         self.watching = False
         for layer in self.model.layers:
             # Dynamo compiles a layer's hooks as well, and one that appends again for every length of the list
-            layer.register_forward_hook(torch.compiler.disable(self._see_stream))
+            layer.register_forward_hook(torch.compiler.disable(self._measure_stream))
 
     def begin(self) -> None:
         """Watch the next micro-batch's streams; every micro-batch adds its logits."""
         self.watching = True
         self.mean_squares: list[Tensor] = []
-        # (3,): sum of squared log-denominators, tokens, largest logit
+        # (3,): sum of squared log-sum-exps, tokens, largest logit
         self.logits: list[Tensor] = []
         # (2 K,): sums of loss, and of tokens, of each step of the head that drafts
         self.drafts: list[Tensor] = []
 
-    def _see_stream(self, layer: nn.Module, inputs: Any, outputs: Any) -> None:
+    def _measure_stream(self, layer: nn.Module, inputs: Any, outputs: Any) -> None:
         if self.watching:
             # (B, S, L, D); the norm of a wide tensor without a wide copy of it
             stream = outputs[0].detach()
@@ -45,12 +45,12 @@ class Diagnostics:
             self.mean_squares.append(square / stream.numel())
 
     @torch.no_grad()
-    def see_logits(self, labels: Tensor) -> None:
+    def add_logits(self, labels: Tensor) -> None:
         """Add what the head has just computed; labels (B, S)."""
-        denominators, peaks = self.model.lm_head.normalizers
+        logsumexps, max_logits = self.model.lm_head.logit_stats
         counts = (labels != IGNORE_INDEX).flatten()
-        squares = torch.where(counts, denominators, 0.0).double().square().sum()
-        peak = torch.where(counts, peaks, -math.inf).max().double()
+        squares = torch.where(counts, logsumexps, 0.0).double().square().sum()
+        peak = torch.where(counts, max_logits, -math.inf).max().double()
         self.logits.append(torch.stack([squares, counts.sum().double(), peak]))
         if (drafted := self.model.drafted) is not None:
             tokens = (drafted.labels != IGNORE_INDEX).sum((1, 2))
@@ -58,7 +58,7 @@ class Diagnostics:
         self.watching = False
 
     @torch.no_grad()
-    def see_gradients(self) -> None:
+    def measure_gradients(self) -> None:
         """Measure this rank's shards of the step's gradients, before they are clipped."""
         none = self.logits[0].new_zeros(1)
         norms = []

@@ -145,7 +145,7 @@ class RunMetrics(MetricsProcessor):
             return
         throughput, memory = self._throughput(loader), self.device_memory_monitor.get_peak_stats()
         checkpoint_s, checkpoint_total_s = checkpoint_times.take()
-        tokens = loader.tokens
+        tokens = loader.tokens_read
         row = {
             "step": step,
             "phase": self.job_config.phase.name,
@@ -227,7 +227,7 @@ class RunMetrics(MetricsProcessor):
     def _throughput(self, loader: MixtureLoader) -> dict[str, float | None]:
         seconds = time.perf_counter() - self.time_last_log
         devices = torch.distributed.get_world_size()
-        tokens_per_s = (loader.tokens - self.last_logged_tokens) / seconds
+        tokens_per_s = (loader.tokens_read - self.last_logged_tokens) / seconds
         # an unknown device has no peak to compare with: null, not TorchTitan's guess of an A100
         known_peak = utils.device_type != "cpu"
         mfu = (

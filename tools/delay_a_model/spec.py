@@ -109,11 +109,11 @@ class LateLaneformer(TitanLaneformer):
             # in place, so that it is done once
             teacher = [layer.to(h.dtype) for layer in self.teacher]
             dense = logits_of(self, late_streams(teacher, h, rope, above, 0), late.flush)
-        denominators = logits.logsumexp(-1)
+        logsumexps = logits.logsumexp(-1)
         head: Any = self.lm_head
-        # the trainer's diagnostics read the largest logit and log-denominators from here
-        head.normalizers = denominators.detach().flatten(), logits.detach().amax(-1).flatten()
-        guess, truth = logits - denominators[..., None], dense.log_softmax(-1)
+        # the trainer's diagnostics read the largest logit and log-sum-exps from here
+        head.logit_stats = logsumexps.detach().flatten(), logits.detach().amax(-1).flatten()
+        guess, truth = logits - logsumexps[..., None], dense.log_softmax(-1)
         divergence = F.kl_div(guess, truth, reduction="none", log_target=True).sum(-1)
         return torch.where(labels == IGNORE_INDEX, 0.0, divergence)
 

@@ -90,7 +90,8 @@ class FamilyAttention(LaneAttention):
     ) -> tuple[Tensor, Tensor]:
         if self.variant.query_growth is None:
             return super().rotate(query, key, rope)
-        key_rope, query_rope = self.rope, self.rope + self.ropes  # see FamilyModel.rope
+        # see FamilyModel.rope
+        key_rope, query_rope = self.rope_index, self.rope_index + self.num_ropes
         rotated = apply_rope(query, (rope[0][query_rope], rope[1][query_rope]))
         return rotated, apply_rope(key, (rope[0][key_rope], rope[1][key_rope]))
 
