@@ -22,8 +22,8 @@ from records.events import (
     DONE,
     STOPPED,
     STOPPED_UNSAVED,
-    crash_on_record,
     next_attempt,
+    record_crash,
     record_event,
     write_outcome,
 )
@@ -53,7 +53,7 @@ class LaneformerTrainer(torchtitan.train.Trainer):
     def __init__(self, job_config: Any):
         self.run = Path(job_config.job.dump_folder)
         self.attempt = next_attempt(self.run)
-        with crash_on_record(self.run, self.attempt, lambda: self.step, lambda: self.starting):
+        with record_crash(self.run, self.attempt, lambda: self.step, lambda: self.starting):
             self._build(job_config)
 
     def _build(self, job_config: Any) -> None:
@@ -70,7 +70,7 @@ class LaneformerTrainer(torchtitan.train.Trainer):
         torchtitan.train.CheckpointManager = functools.partial(
             PhaseCheckpointManager,
             job_config,
-            architecture=lambda: self.model_args.config,
+            get_architecture=lambda: self.model_args.config,
             stopping=lambda: self.stopping,
             after_save=self._evaluate,
         )
@@ -89,7 +89,7 @@ class LaneformerTrainer(torchtitan.train.Trainer):
     def _evaluate(self, step: int) -> None:
         last_step = self.job_config.training.steps
         if self.in_loop is not None and is_due(step, self.job_config.evals.every_steps, last_step):
-            self.checkpointer.finish()
+            self.checkpointer.wait_for_save()
             self.metrics_processor.time_last_log += self.in_loop.evaluate(step)
             self.heartbeat.beat(step)
 
@@ -117,11 +117,11 @@ class LaneformerTrainer(torchtitan.train.Trainer):
 
     def train(self) -> None:
         """Run TorchTitan's loop and record how it ended; SystemExit where `records.events` has a code."""
-        with crash_on_record(self.run, self.attempt, lambda: self.step, lambda: self.starting):
+        with record_crash(self.run, self.attempt, lambda: self.step, lambda: self.starting):
             try:
                 super().train()
             except BadStep as problem:
-                self.checkpointer.finish()  # before the newest saved step, an earlier one, is read
+                self.checkpointer.wait_for_save()  # before the newest saved step, an earlier one, is read
                 self.bad_steps.record_rollback_skips(problem, self.step, self.started_at)
                 self._end(BAD_STEP, str(problem))
             if self.step < self.job_config.training.steps and self.stopping:
@@ -133,7 +133,7 @@ class LaneformerTrainer(torchtitan.train.Trainer):
 
     def _end(self, code: int, reason: str) -> NoReturn:
         self.heartbeat.close()
-        self.checkpointer.finish()  # a save under way is of an earlier, clean step
+        self.checkpointer.wait_for_save()  # a save under way is of an earlier, clean step
         if code == STOPPED and (self.checkpointer.failed.problem or not self.checkpointer.enable):
             code, reason = (
                 STOPPED_UNSAVED,
@@ -230,7 +230,7 @@ class LaneformerTrainer(torchtitan.train.Trainer):
             if logged:
                 sources = len(self.dataloader.mixture.source_names)
                 by_source.append(sum_losses_by_source(losses, labels, inputs["source"], sources))
-                self.diagnostics.add_logits(labels)
+                self.diagnostics.end_micro_batch(labels)
             del losses  # else they would live through the next micro-batch's forward
         if logged:
             self.diagnostics.measure_gradients()

@@ -55,7 +55,7 @@ def count_graphs(layers: int, mesh: DeviceMesh) -> int:
             diagnostics.begin()
         model(tokens[:, :-1], tokens[:, 1:]).sum().backward()
         if logged:
-            diagnostics.add_logits(tokens[:, 1:])
+            diagnostics.end_micro_batch(tokens[:, 1:])
             assert len(diagnostics.mean_squares) == layers
     return counters["stats"]["unique_graphs"]
 

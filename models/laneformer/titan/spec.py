@@ -172,6 +172,7 @@ class TitanLaneformer(Laneformer):
         self.draft_weight = self.model_args.mtp.weight(step)
 
     def init_weights(self, buffer_device: torch.device | None = None) -> None:  # type: ignore[override]
+        """Draw every parameter by `init_seed`, as TorchTitan calls it; there are no buffers."""
         for name, parameter in self.named_parameters():
             # checkpointed layers have a wrapper in their names, which must not change the numbers
             # drawn
