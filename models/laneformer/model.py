@@ -66,10 +66,10 @@ class LaneAttention(nn.Module):
         return heads if norm is None else norm(heads)
 
     def rotate(
-        self, query: Tensor, key: Tensor, rope: tuple[Tensor, Tensor]
+        self, query: Tensor, key: Tensor, cos_sin: tuple[Tensor, Tensor]
     ) -> tuple[Tensor, Tensor]:
-        """Queries and keys (B, S, heads, d) at their positions; `rope` holds those of all kinds of layers."""
-        cos, sin = (table[self.rope_index] if self.num_ropes else table for table in rope)
+        """Queries and keys (B, S, heads, d) at their positions; `cos_sin` holds those of all kinds of layers."""
+        cos, sin = (table[self.rope_index] if self.num_ropes else table for table in cos_sin)
         return apply_rope(query, (cos, sin)), apply_rope(key, (cos, sin))
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
@@ -81,14 +81,14 @@ class LaneAttention(nn.Module):
         )
 
     def forward(
-        self, x: Tensor, rope: tuple[Tensor, Tensor], mask: Tensor | None, cache: Cache | None
+        self, x: Tensor, cos_sin: tuple[Tensor, Tensor], mask: Tensor | None, cache: Cache | None
     ) -> Tensor:
         queries, keys, values = self.project(x)
         lanes = values.shape[2]
         query, key = self.heads(queries, self.q_norm), self.heads(keys, self.k_norm)
         value = self.heads(values)
         if self.rotates:
-            query, key = self.rotate(query, key, rope)
+            query, key = self.rotate(query, key, cos_sin)
         query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
         if cache is not None:
             key, value = cache.update(key, value, self.layer)
@@ -150,12 +150,12 @@ class LaneformerLayer(nn.Module):
         self,
         h: Tensor,
         delayed: Sent,
-        rope: tuple[Tensor, Tensor],
+        cos_sin: tuple[Tensor, Tensor],
         mask: Tensor | None = None,
         cache: Cache | None = None,
     ) -> tuple[Tensor, Sent]:
         """Streams (B, S, L, D) -> streams, and the partials (attention, mlp) that are sent, else None."""
-        attention = self.attention(self.attention_norm(h), rope, mask, cache)
+        attention = self.attention(self.attention_norm(h), cos_sin, mask, cache)
         # sent as soon as it exists: it has `broadcast_delay` layers to arrive
         first = self.lanes.send(attention) if self.sends[0] else None
         h, x = self.join_and_norm(h, attention, self.joins[0], delayed[0], self.ffn_norm)
@@ -209,7 +209,7 @@ def run_layers(
     layers: Iterable[LaneformerLayer] | nn.ModuleList,
     config: LaneformerConfig,
     embedding: Tensor,
-    rope: tuple[Tensor, Tensor],
+    cos_sin: tuple[Tensor, Tensor],
     masks: Sequence[Tensor | None],
     cache: Cache | None = None,
     share_equal_streams: bool = False,
@@ -231,7 +231,7 @@ def run_layers(
     # it has arrived
     in_flight: Partials = deque([(None, None)] * max(config.broadcast_delay, 1))
     for layer, mask in zip(layers, masks, strict=True):
-        h, partials = layer(h, in_flight.popleft(), rope, mask, cache)
+        h, partials = layer(h, in_flight.popleft(), cos_sin, mask, cache)
         in_flight.append(partials)
     if config.flush:
         return deliver(h, in_flight, config, lanes).expand(-1, -1, lanes.here, -1), deque()
@@ -272,8 +272,8 @@ class Laneformer(nn.Module):
         start, new = (cache.length if cache else 0), input_ids.shape[1]
         positions = torch.arange(start + new, device=input_ids.device)
         masks = self.masks(positions[start:], positions)
-        embedding, rope = self.embed(input_ids), self.rope(positions[start:])
-        h, _ = run_layers(self.layers, self.config, embedding, rope, masks, cache)
+        embedding, cos_sin = self.embed(input_ids), self.rope(positions[start:])
+        h, _ = run_layers(self.layers, self.config, embedding, cos_sin, masks, cache)
         return self.lm_head(h, self.norm, self.tok_embeddings.weight)
 
     def embed(self, input_ids: Tensor) -> Tensor:

@@ -26,13 +26,13 @@ class FusedLayer(TitanLayer):
         self,
         h: Tensor,
         delayed: tuple[Tensor | None, Tensor | None],
-        rope: tuple[Tensor, Tensor],
+        cos_sin: tuple[Tensor, Tensor],
         mask: Tensor | None = None,
         cache: Cache | None = None,
     ) -> tuple[Tensor, tuple[Tensor | None, Tensor | None]]:
         norm = self.attention_norm
         h, x, _ = JoinNorm.apply(_wide(h, norm), None, None, norm.weight, norm.eps, False)
-        partial = self.attention(x, rope, mask, cache)
+        partial = self.attention(x, cos_sin, mask, cache)
         h, x, attention = self.join(0, h, partial, delayed[0], self.ffn_norm)
         h, _, mlp = self.join(1, h, self.feed_forward(x), delayed[1], None)
         return h, (attention, mlp)

@@ -73,7 +73,7 @@ class Drafted:
 def losses_with_drafts(
     model: Any,
     embedding: Tensor,
-    rope: tuple[Tensor, Tensor],
+    cos_sin: tuple[Tensor, Tensor],
     masks: list[Any],
     labels: Tensor,
     label_count: int | None,
@@ -92,13 +92,13 @@ def losses_with_drafts(
     # a frozen base keeps nothing for the backward pass
     with torch.set_grad_enabled(torch.is_grad_enabled() and not training.freeze_base):
         h, tail = run_layers(
-            model.layers, config, embedding, rope, masks[:-1], share_equal_streams=True
+            model.layers, config, embedding, cos_sin, masks[:-1], share_equal_streams=True
         )
         losses = head(h.expand(-1, -1, config.num_lanes, -1), model.norm, labels, label_count)
         delivered = deliver(h, tail, config)
     logit_stats, likeliest_ids = head.logit_stats, head.likeliest_ids
     positions = torch.arange(labels.shape[1], device=labels.device)
-    ropes = [rope, *(rope_table(config, positions + step) for step in range(1, steps))]
+    ropes = [cos_sin, *(rope_table(config, positions + step) for step in range(1, steps))]
     later = [
         step_mask(step, positions, masks[-1], attention_documents) for step in range(2, steps + 1)
     ]

@@ -120,7 +120,7 @@ class TitanLaneformer(Laneformer):
             label_count: See TitanHead.
         """
         # positions go on across documents: within one, RoPE depends on their differences only
-        rope = rope_table(self.config, torch.arange(input_ids.shape[1], device=input_ids.device))
+        cos_sin = rope_table(self.config, torch.arange(input_ids.shape[1], device=input_ids.device))
         bos_id, masked = self.model_args.bos_id, self.model_args.mask_documents
         if documents is None and masked and bos_id is None:
             raise ValueError(
@@ -138,15 +138,15 @@ class TitanLaneformer(Laneformer):
         embedding = self.tok_embeddings(input_ids)
         if self.mtp is None or labels is None:
             layers = masks[: self.config.num_hidden_layers]
-            return self.from_embedding(embedding, rope, layers, labels, label_count)
+            return self.from_embedding(embedding, cos_sin, layers, labels, label_count)
         return losses_with_drafts(
-            self, embedding, rope, masks, labels, label_count, documents, attention_documents
+            self, embedding, cos_sin, masks, labels, label_count, documents, attention_documents
         )
 
     def from_embedding(
         self,
         embedding: Tensor,
-        rope: tuple[Tensor, Tensor],
+        cos_sin: tuple[Tensor, Tensor],
         masks: Any,
         labels: Tensor | None,
         label_count: int | None,
@@ -160,7 +160,7 @@ class TitanLaneformer(Laneformer):
             self.layers,
             self.config,
             embedding,
-            rope,
+            cos_sin,
             masks,
             share_equal_streams=True,
             lanes=self.lanes,
@@ -172,7 +172,7 @@ class TitanLaneformer(Laneformer):
         self.draft_weight = self.model_args.mtp.weight(step)
 
     def init_weights(self, buffer_device: torch.device | None = None) -> None:  # type: ignore[override]
-        """Draw every parameter by `init_seed`, as TorchTitan calls it; there are no buffers."""
+        """Draw every parameter by `init_seed`, as TorchTitan calls it; `buffer_device` is unused."""
         for name, parameter in self.named_parameters():
             # checkpointed layers have a wrapper in their names, which must not change the numbers
             # drawn
