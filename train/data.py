@@ -43,7 +43,7 @@ class LoaderState:
     offsets: dict[str, int] = field(default_factory=dict)
     # those among them that were skipped
     left_out: dict[str, int] = field(default_factory=dict)
-    # tokens of a window
+    # sequence length S of the windows, by source
     lengths: dict[str, int] = field(default_factory=dict)
     # `Mixture.read_files`
     read: dict[str, list[str]] = field(default_factory=dict)
