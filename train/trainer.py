@@ -94,7 +94,7 @@ class LaneformerTrainer(torchtitan.train.Trainer):
             self.heartbeat.beat(step)
 
     def batch_generator(self, data_iterable: Any) -> Iterator[Batch]:
-        """Begin the attempt once the checkpoint is loaded; without a yield, else at the first batch."""
+        """Begin the attempt, the checkpoint being loaded; a `yield` here would put it off to the first batch."""
         loader, training, dims = self.dataloader, self.job_config.training, self.parallel_dims
         loader.check_epochs(
             loader.state.sequences + (training.steps - self.step) * training.global_batch_size
