@@ -77,7 +77,7 @@ def read_outcome(run: Path) -> JsonObject | None:
 
 
 @contextmanager
-def crash_on_record(
+def record_crash(
     run: Path, attempt: int, step: Callable[[], int], starting: Callable[[], bool]
 ) -> Iterator[None]:
     """Record the exception that ends this worker; `step` and `starting` are called when it happens."""

@@ -27,12 +27,12 @@ def describe_attempt(
     job_config: Any,
     model: LaneformerConfig,
     loader: MixtureLoader,
-    source: Path | None,
+    started_from: Path | None,
 ) -> None:
     """Write config.toml, model.json, the tokenizer, lineage.json, and a line of attempts.jsonl.
 
     Args:
-        source: the checkpoint that was loaded.
+        started_from: the checkpoint that was loaded.
     """
     resolved, config, lineage = format_job(job_config), run / "config.toml", run / "lineage.json"
     with survive_full_disk(run):
@@ -45,8 +45,10 @@ def describe_attempt(
             write_atomically(run / path.name, path.read_bytes())
         if not lineage.is_file():
             # a run whose lineage.json was lost starts from its own checkpoint, which is no parent
-            of_other_run = source is not None and run_folder(source).resolve() != run.resolve()
-            parent = str(locate_checkpoint(source)) if source and of_other_run else None
+            of_other_run = (
+                started_from is not None and run_folder(started_from).resolve() != run.resolve()
+            )
+            parent = str(locate_checkpoint(started_from)) if started_from and of_other_run else None
             facts = {"parent": parent, "tokens_before": loader.tokens_before()}
             write_atomically(lineage, json.dumps(facts, indent=2) + "\n")
     line = {
@@ -57,7 +59,7 @@ def describe_attempt(
         "world_size": torch.distributed.get_world_size(),
         "torch": torch.__version__,
         "step": step,
-        "started_from": str(source) if source else "random weights",
+        "started_from": str(started_from) if started_from else "random weights",
         "mixture_fingerprint": loader.mixture.fingerprint,
         # `records.skips.read_attempts` finds the batch of any step with it
         "data": {
@@ -66,6 +68,6 @@ def describe_attempt(
             "global_batch_size": job_config.training.global_batch_size,
             "offsets": loader.state.offsets,
         },
-        "skip_sequences": loader.skips.windows,
+        "skip_sequences": loader.skips.ranges,
     }
     append_or_keep(run / "attempts.jsonl", json.dumps(line))

@@ -1,4 +1,4 @@
-"""Record the batches of refused steps, then leave them out of the data or end the attempt."""
+"""Record the batches of refused steps, then skip them or end the attempt."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from torchtitan.tools.logging import logger
 from records.checkpoints import newest_saved_step
 from records.events import record_event
 from records.files import survive_full_disk, write_atomically
-from records.skips import leave_out, windows_of
+from records.skips import append_skips, ranges_of
 
 from .checkpoint_checks import on_rank_zero
 from .guard import BadStep
 
 
 class BadSteps:
-    """Records and leaves out refused batches; every rank calls its methods at the same steps."""
+    """Records and skips refused batches; every rank calls its methods at the same steps."""
 
     def __init__(self, run: Path, attempt: int, job_config: Any, loader: Any):
         self.run, self.attempt, self.loader = run, attempt, loader
@@ -29,17 +29,17 @@ class BadSteps:
         # refused among the last spike_window steps
         self.steps: list[int] = []
 
-    def leave_out(self, problem: BadStep, step: int, loss: float, grad_norm: float) -> None:
-        """Record the batch just read, and leave it out of the data.
+    def skip_or_raise(self, problem: BadStep, step: int, loss: float, grad_norm: float) -> None:
+        """Record the batch just read; where `on_bad_step` is "skip", skip it for good.
 
         Raises:
             BadStep: `problem`, where the policy is not to skip, or too many were skipped.
         """
         # global sequences [first, last), all ranks' together
-        windows, section = self._last_read(self.batch_size), self.section
+        ranges, section = self._last_read(self.batch_size), self.section
         if torch.distributed.get_rank() == 0:
             self._record(
-                problem, step, windows[0][0], {"loss": repr(loss), "grad_norm": repr(grad_norm)}
+                problem, step, ranges[0][0], {"loss": repr(loss), "grad_norm": repr(grad_norm)}
             )
         self.steps = [
             *(earlier for earlier in self.steps if earlier > step - section.spike_window),
@@ -47,27 +47,27 @@ class BadSteps:
         ]
         if section.on_bad_step != "skip" or len(self.steps) > section.max_skips:
             raise problem
-        # the window is on disk before the step continues: a restart reads the same data
+        # the ranges are on disk before the step continues: a restart reads the same data
         reason = f"step {step}: {problem}"
-        if not on_rank_zero(lambda: leave_out(self.run, windows, reason)):
+        if not on_rank_zero(lambda: append_skips(self.run, ranges, reason)):
             raise BadStep(f"{problem}; {self.run} has no room to record that its batch is skipped")
-        self.loader.leave_out(windows)
+        self.loader.rewind_past(ranges)
         logger.warning(
-            f"{reason}; sequences {windows} are skipped, {len(self.steps)} of {section.max_skips}"
+            f"{reason}; sequences {ranges} are skipped, {len(self.steps)} of {section.max_skips}"
         )
 
-    def leave_out_last(self, problem: BadStep, step: int, started_at: int) -> None:
-        """Leave out the data that a rollback skips, but none that a checkpoint has seen."""
+    def record_rollback_skips(self, problem: BadStep, step: int, started_at: int) -> None:
+        """Record the data that the next attempt skips after a rollback, but none that a checkpoint has seen."""
         if torch.distributed.get_rank() == 0 and self.section.on_bad_step in (
             "skip",
             "rollback_and_skip",
         ):
             saved = max(started_at, newest_saved_step(self.checkpoints))
-            windows = self._last_read(min(self.section.skip_steps, step - saved) * self.batch_size)
-            leave_out(self.run, windows, f"step {step}: {problem}")
+            ranges = self._last_read(min(self.section.skip_steps, step - saved) * self.batch_size)
+            append_skips(self.run, ranges, f"step {step}: {problem}")
 
     def _last_read(self, count: int) -> list[list[int]]:
-        return windows_of(self.loader.skips.numbers(self.loader.state.sequences - count, count))
+        return ranges_of(self.loader.skips.numbers(self.loader.state.sequences - count, count))
 
     def _record(self, problem: BadStep, step: int, first: int, figures: dict[str, str]) -> None:
         """Record the event, and a file with every sequence of the batch."""

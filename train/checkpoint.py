@@ -15,7 +15,7 @@ from laneformer.tensors import check_shapes
 from records import checkpoints
 from records.events import record_event
 
-from .checkpoint_checks import Contents, check_schedule, on_rank_zero, require_nothing_lost
+from .checkpoint_checks import ChecksumVerifier, check_schedule, on_rank_zero, require_nothing_lost
 from .checkpoint_saves import CheckpointSaver
 from .optimizer import apply_optimizer_settings
 
@@ -30,13 +30,13 @@ class PhaseCheckpointManager(CheckpointSaver):
         self,
         job_config: Any,
         *,
-        architecture: Callable[[], LaneformerConfig],
+        get_architecture: Callable[[], LaneformerConfig],
         stopping: Callable[[], bool],
         after_save: Callable[[int], None],
         **titan: Any,
     ):
-        """The arguments of CheckpointSaver; architecture: called for the model's config."""
-        super().__init__(job_config, architecture(), stopping, after_save, titan)
+        """Take the arguments of CheckpointSaver; `get_architecture` is called here, when TorchTitan has a model."""
+        super().__init__(job_config, get_architecture(), stopping, after_save, titan)
         section, self.job_config = job_config.checkpoint, job_config
         self.allow_changes = section.allow_changes
         self.allow_fresh_start = section.allow_fresh_start
@@ -44,7 +44,7 @@ class PhaseCheckpointManager(CheckpointSaver):
         self.resume_from = (
             Path(section.initial_load_path) if section.initial_load_all_states else None
         )
-        self.contents = Contents()
+        self.verifier = ChecksumVerifier()
 
     def load(self, step: int = -1) -> bool:
         """Restore the job's state; return whether any was loaded, ValueError where that is unsafe."""
@@ -55,18 +55,20 @@ class PhaseCheckpointManager(CheckpointSaver):
         folder = Path(self.folder)
         # a step that was named is taken as it is: `check` below refuses it if it is damaged
         own_checkpoint = (
-            folder / f"step-{step}" if step != -1 else self.contents.newest_undamaged(folder)
+            folder / f"step-{step}" if step != -1 else self.verifier.newest_undamaged(folder)
         )
         # the first start of a branch is a restart from another run's checkpoint
         start = own_checkpoint or self.resume_from
         if own_checkpoint is None:
+            # a run that is older than all the saves that may fail in a row has had a checkpoint: refuse
+            # to begin again where it is gone
             on_rank_zero(
                 lambda: require_nothing_lost(
                     self.run, folder, self.interval * self.failed.max_in_a_row
                 )
             )
         if start is not None:
-            self.contents.check(
+            self.verifier.check(
                 start, self.architecture, self.allow_changes if own_checkpoint is None else ()
             )
             on_rank_zero(lambda: check_schedule(start, self.job_config))
@@ -89,14 +91,15 @@ class PhaseCheckpointManager(CheckpointSaver):
     def _start_phase(self, parent: Path) -> None:
         names = [MODEL] if self.initial_load_model_only else [MODEL, OPTIMIZER]
         adds_head: bool = on_rank_zero(lambda: lacks_head(parent, self.architecture))
-        self.contents.check(parent, self.architecture, self.allow_changes + adds_head * HEAD_FIELDS)
+        # a phase that adds the head may change the head's fields, whatever allow_changes says
+        self.verifier.check(parent, self.architecture, self.allow_changes + adds_head * HEAD_FIELDS)
         stored = self._load(parent, names, adds_head)
         self.started_from = parent
         # a checkpoint of imported weights holds no position in the data
         if f"{DATALOADER}.mixture" in stored:
             state = {DATALOADER: self.states[DATALOADER].state_dict()}
             self.dcp_load(state, str(parent), from_hf=False, from_quantized=False)
-            self.states[DATALOADER].begin_after(json.loads(state[DATALOADER]["mixture"]))
+            self.states[DATALOADER].start_phase_after(json.loads(state[DATALOADER]["mixture"]))
         listing = " and ".join(names)
         logger.info(
             f"New phase from {parent}: {listing}; schedule, settings and data order are this job's"

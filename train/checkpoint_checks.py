@@ -21,7 +21,7 @@ from records.files import read_lines
 from records.job import LRScheduler, read_sections, stable_range
 
 
-class Contents:
+class ChecksumVerifier:
     """Compares the files of each checkpoint with their checksums, once."""
 
     def __init__(self) -> None:

@@ -67,7 +67,13 @@ class CheckpointTimes:
 
 
 class CheckpointSaver(CheckpointManager):
-    """TorchTitan's checkpoint manager, whose job survives a checkpoint that cannot be written."""
+    """TorchTitan's checkpoint manager, whose job survives a checkpoint that cannot be written.
+
+    A save is pending from its dispatch (`_save`) until it is settled (`_settle`): at once if it is
+    synchronous or fails, else when `_poll_pending` or `wait_for_save` sees its end. Settled, it is on
+    disk or taken back, the same on all ranks. After a full disk a retry is due at `failed.retry_at_s`,
+    which `_poll_pending` turns into `retrying` and `_should_save` into the next save.
+    """
 
     pending_step: int | None = None  # dispatched, not known to be on disk
     retrying: bool = False  # on a disk that was full, whatever the interval
@@ -109,7 +115,7 @@ class CheckpointSaver(CheckpointManager):
         Raises:
             RuntimeError: the last checkpoint, or too many in a row, cannot be written.
         """
-        self._check_pending()
+        self._poll_pending()
         if not self._should_save(curr_step, last_step):
             return
         self._save(curr_step, last_step)
@@ -122,8 +128,8 @@ class CheckpointSaver(CheckpointManager):
         if not self.stopping():
             self.after_save(curr_step)
 
-    def _check_pending(self) -> None:
-        """Judge a save that has ended in the background; rank 0 decides whether to try again."""
+    def _poll_pending(self) -> None:
+        """Settle a save that has ended in the background; rank 0 decides whether to try again."""
         if self.pending_step is None and self.failed.retry_at_s is None:
             return
         enter("the look at the last save")
@@ -132,12 +138,12 @@ class CheckpointSaver(CheckpointManager):
             lambda: (future is None or future.done(), self.failed.retry_is_due)
         )
         if ended:
-            self.finish()
+            self.wait_for_save()
 
     def _save(self, curr_step: int, last_step: bool) -> None:
         enter(f"saving step {curr_step}")
         # TorchTitan can have one save under way
-        self.finish()
+        self.wait_for_save()
         self.pending_step, self.failed.retry_at_s = curr_step, None
         problem = None
         try:
@@ -147,13 +153,13 @@ class CheckpointSaver(CheckpointManager):
             # on every rank: DCP tells them all
             problem = str(failure)
         if self.save_future is None or problem:
-            self._judge(problem)
+            self._settle(problem)
 
     def _should_save(self, curr_step: int, last_step: bool = False) -> bool:
         due = (self.stopping() or self.retrying) and self.enable and not self.load_only
         return due or super()._should_save(curr_step, last_step)
 
-    def finish(self) -> None:
+    def wait_for_save(self) -> None:
         """Wait until the save under way is on disk, or taken back."""
         if self.pending_step is None:
             return
@@ -164,9 +170,9 @@ class CheckpointSaver(CheckpointManager):
         except (CheckpointException, OSError, RuntimeError) as failure:
             problem = str(failure)
         self.save_future = None
-        self._judge(problem)
+        self._settle(problem)
 
-    def _judge(self, problem: str | None) -> None:
+    def _settle(self, problem: str | None) -> None:
         """Settle the pending save: all ranks learn whether any failed; what is half written is deleted."""
         step, self.pending_step = self.pending_step, None
         assert step is not None, "a save is pending"
@@ -178,7 +184,7 @@ class CheckpointSaver(CheckpointManager):
             self.save_future = None
             # the process may have died, or hang in the file system that failed
             end_background()
-        self.failed.judge(step, problem)
+        self.failed.record_result(step, problem)
 
     def _purge_stale_checkpoints(self) -> None:
         """Hand what may go to TorchTitan's thread, which deletes it."""

@@ -22,7 +22,7 @@ from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.components.loss import IGNORE_INDEX
 
 from data_mixtures.mixture import BEGINS, TRAINED, Mixture
-from records.skips import SkipList, read_skip_list, windows_of
+from records.skips import SkipList, ranges_of, read_skip_list
 
 # micro-batches that each reader thread holds ready
 READ_AHEAD_BATCHES = 4
@@ -34,15 +34,16 @@ Batch = tuple[dict[str, torch.Tensor], torch.Tensor]
 class LoaderState:
     """What a checkpoint holds of the data: equal on all ranks, whatever their number."""
 
-    # positions that the trainer has taken, all ranks together
+    # positions that the trainer has taken in this phase, all ranks together; `mixture_reach` is the
+    # sequence number that they reach. Field names are keys of the checkpoint
     sequences: int = 0
     # SHA-256 by source, of all phases so far
     contents: dict[str, str] = field(default_factory=dict)
-    # windows that earlier phases used up, by source, as all that follow
+    # windows (of a source, S + 1 tokens) that earlier phases used up, by source, as all that follow
     offsets: dict[str, int] = field(default_factory=dict)
     # those among them that were skipped
     left_out: dict[str, int] = field(default_factory=dict)
-    # tokens of a window
+    # sequence length S of the windows, by source
     lengths: dict[str, int] = field(default_factory=dict)
     # `Mixture.read_files`
     read: dict[str, list[str]] = field(default_factory=dict)
@@ -72,15 +73,14 @@ class MixtureLoader(BaseDataLoader):
         self.reader_threads = reader_threads
 
     @property
-    def tokens(self) -> int:
+    def tokens_read(self) -> int:
+        """Tokens of the positions taken, whether or not they have a label that counts."""
         return self.state.sequences * self.mixture.seq_len
 
     def _read(self, first: int, skips: SkipList) -> Batch:
         """This rank's part of the micro-batch that begins at position `first`."""
-        # Step N of the whole job takes the global sequences [N G, (N+1) G), G the global batch: ranks,
-        # accumulation and readers change who reads a sequence, never which sequences a step has
         numbers = skips.numbers(first + self.local.start, len(self.local))
-        runs = [(begin, end - begin) for begin, end in windows_of(numbers)]
+        runs = [(begin, end - begin) for begin, end in ranges_of(numbers)]
         parts = [self.mixture.sequences(*run) for run in runs]
         tokens, source = (
             torch.from_numpy(np.concatenate(pieces)) for pieces in zip(*parts, strict=True)
@@ -93,7 +93,7 @@ class MixtureLoader(BaseDataLoader):
         return inputs, prepare_copy(labels)
 
     def __iter__(self) -> Iterator[Batch]:
-        # the skip list of now: what `leave_out` adds later is exactly what has been read ahead past
+        # the skip list of now: what `rewind_past` adds later is exactly what was taken and not trained on
         first, skips = self.state.sequences, self.skips
 
         def read(number: int) -> Batch:
@@ -104,8 +104,8 @@ class MixtureLoader(BaseDataLoader):
             self.state.sequences += self.micro_batch
             yield batch
 
-    def begin_after(self, used: dict[str, Any]) -> None:
-        """Start a phase behind the windows that those before it used up.
+    def start_phase_after(self, used: dict[str, Any]) -> None:
+        """Start a phase after the windows that earlier phases used up.
 
         Args:
             used: what their `state_dict` says.
@@ -126,27 +126,27 @@ class MixtureLoader(BaseDataLoader):
         def rename_keys(key: str) -> dict[str, Any]:
             return {names.get(name, name): value for name, value in used[key].items()}
 
-        self.begin_at(
+        self.restore(
             LoaderState(
-                0,
-                rename_keys("contents") | now,
-                rename_keys("windows"),
-                rename_keys("windows_left_out"),
-                rename_keys("lengths"),
-                rename_keys("read"),
+                contents=rename_keys("contents") | now,
+                offsets=rename_keys("windows"),
+                left_out=rename_keys("windows_left_out"),
+                lengths=rename_keys("lengths"),
+                read=rename_keys("read"),
             )
         )
 
-    def begin_at(self, state: LoaderState) -> None:
-        """Start every source after the windows that earlier phases used."""
+    def restore(self, state: LoaderState) -> None:
+        """Set position and sources to a state of this phase, or to the start of a new one."""
         names, self.state = self.mixture.source_names, state
         offsets = {name: count for name, count in state.offsets.items() if name in names}
         self.mixture = self.mixture.starting_at(offsets)
 
-    def leave_out(self, windows: Iterable[Sequence[int]]) -> None:
+    def rewind_past(self, ranges: Iterable[Sequence[int]]) -> None:
         """Skip the sequences taken last, as if the skip list had always held them."""
-        self.skips = SkipList([*self.skips.windows, *windows])
-        self.state.sequences -= sum(last - first for first, last in windows)
+        # the reader threads go on: what they hold are the sequences that these positions have now
+        self.skips = SkipList([*self.skips.ranges, *ranges])
+        self.state.sequences -= sum(last - first for first, last in ranges)
 
     def check_epochs(self, positions: int) -> None:
         """Raise ValueError if this many sequences would repeat a source beyond its epoch cap."""
@@ -157,18 +157,18 @@ class MixtureLoader(BaseDataLoader):
         return self.mixture.locate(self.skips.numbers(first, count))
 
     @property
-    def sequences_reached(self) -> int:
-        """Sequences that this phase has used up, skipped ones included."""
+    def mixture_reach(self) -> int:
+        """Sequence numbers that this phase has used up, skipped ones included."""
         return self.skips.reach(self.state.sequences)
 
     def windows_per_source(self) -> dict[str, int]:
         """Count each source's windows that this phase and those before used up."""
-        return {**self.state.offsets, **self.mixture.windows_per_source(self.sequences_reached)}
+        return {**self.state.offsets, **self.mixture.windows_per_source(self.mixture_reach)}
 
-    def count_left_out(self) -> dict[str, int]:
-        """Count those among them that were skipped."""
+    def count_skipped_windows(self) -> dict[str, int]:
+        """Count those among `windows_per_source` that were skipped."""
         left_out = dict(self.state.left_out)
-        for first, last in self.skips.until(self.sequences_reached):
+        for first, last in self.skips.until(self.mixture_reach):
             before, after = (
                 self.mixture.windows_per_source(first),
                 self.mixture.windows_per_source(last),
@@ -179,7 +179,7 @@ class MixtureLoader(BaseDataLoader):
 
     def tokens_per_source(self) -> dict[str, int]:
         """Count each source's tokens that this phase and those before were trained on."""
-        return self._tokens_of(self.windows_per_source(), self.count_left_out())
+        return self._tokens_of(self.windows_per_source(), self.count_skipped_windows())
 
     def tokens_before(self) -> int:
         """Tokens that the phases before this one were trained on."""
@@ -195,16 +195,16 @@ class MixtureLoader(BaseDataLoader):
 
     def state_dict(self) -> dict[str, Any]:
         """Describe position, mixture and windows used, as one JSON string that is equal on all ranks."""
-        windows = self.mixture.windows_per_source(self.sequences_reached)
+        windows = self.mixture.windows_per_source(self.mixture_reach)
         read = {
             name: self.mixture.read_files(name, count) for name, count in windows.items() if count
         }
         state = {
             **asdict(self.state),
-            "skip_sequences": self.skips.until(self.sequences_reached),
+            "skip_sequences": self.skips.until(self.mixture_reach),
             "fingerprint": self.mixture.fingerprint,
             "windows": self.windows_per_source(),
-            "windows_left_out": self.count_left_out(),
+            "windows_left_out": self.count_skipped_windows(),
             "lengths": self._window_lengths(),
             "rule": self.mixture.rule,
             "read": self.state.read | read,
@@ -216,15 +216,15 @@ class MixtureLoader(BaseDataLoader):
         if state["fingerprint"] != self.mixture.fingerprint:
             check_same_so_far(state, self.mixture, self.lock)
         passed, now = SkipList(state["skip_sequences"]), self.skips
-        if passed.windows != now.until(now.reach(state["sequences"])):
+        if passed.ranges != now.until(now.reach(state["sequences"])):
             raise ValueError(
-                f"the checkpoint has left out the sequences {passed.windows}, but resilience.skip_sequences and "
-                f"skip_sequences.json of the run folder say {now.windows}, which would change what it was trained on; "
-                "change only windows that lie ahead, or start from an older checkpoint"
+                f"the checkpoint has left out the sequences {passed.ranges}, but resilience.skip_sequences and "
+                f"skip_sequences.json of the run folder say {now.ranges}, which would change what it was trained on; "
+                "change only ranges that lie ahead, or start from an older checkpoint"
             )
         # a state of this phase: its own contents replace those that were read before
         saved = LoaderState(**{name: state[name] for name in LoaderState.__annotations__})
-        self.begin_at(replace(saved, contents=saved.contents | self.mixture.contents))
+        self.restore(replace(saved, contents=saved.contents | self.mixture.contents))
 
 
 def check_same_so_far(state: dict[str, Any], mixture: Mixture, lock: Path) -> None:
@@ -256,7 +256,7 @@ def split_inputs_and_labels(tokens: torch.Tensor, flags: torch.Tensor | None = N
     return {
         "input": tokens[:, :-1],
         "documents": documents,
-        "trained": (labels != IGNORE_INDEX).sum(),
+        "label_count": (labels != IGNORE_INDEX).sum(),
     }, labels
 
 
@@ -269,10 +269,10 @@ def prepare_copy(part: torch.Tensor) -> torch.Tensor:
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:
-    """Start the copies of a batch; "trained" stays on the CPU, which reads it."""
+    """Start the copies of a batch; "label_count" stays on the CPU, which reads it."""
     inputs, labels = batch
     copied = {
-        name: part if name == "trained" else part.to(device, non_blocking=True)
+        name: part if name == "label_count" else part.to(device, non_blocking=True)
         for name, part in inputs.items()
     }
     return copied, labels.to(device, non_blocking=True)
@@ -282,7 +282,7 @@ def select_packed_inputs(inputs: dict[str, torch.Tensor]) -> dict[str, Any]:
     """Select the model's arguments besides ids and labels."""
     if "documents" not in inputs:
         return {}
-    return {"documents": inputs["documents"], "trained": int(inputs["trained"])}
+    return {"documents": inputs["documents"], "label_count": int(inputs["label_count"])}
 
 
 def read_ahead(read: Callable[[int], T], threads: int) -> Iterator[T]:

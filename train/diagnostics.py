@@ -19,25 +19,25 @@ def gather_ranks(local: Tensor) -> Tensor:
 
 
 class Diagnostics:
-    """Measures a logged step, in this order: `begin`, `see_logits`, `see_gradients`, `gather`."""
+    """Measures a logged step, in this order: `begin`, `end_micro_batch`, `measure_gradients`, `gather`."""
 
     def __init__(self, model: Any):
         self.model = model
         self.watching = False
         for layer in self.model.layers:
             # Dynamo compiles a layer's hooks as well, and one that appends again for every length of the list
-            layer.register_forward_hook(torch.compiler.disable(self._see_stream))
+            layer.register_forward_hook(torch.compiler.disable(self._measure_stream))
 
     def begin(self) -> None:
         """Watch the next micro-batch's streams; every micro-batch adds its logits."""
         self.watching = True
         self.mean_squares: list[Tensor] = []
-        # (3,): sum of squared log-denominators, tokens, largest logit
+        # (3,): sum of squared log-sum-exps, labels, largest logit
         self.logits: list[Tensor] = []
-        # (2 K,): sums of loss, and of tokens, of each step of the head that drafts
+        # (2 K,): sums of loss, and of labels, of each step of the head that drafts
         self.drafts: list[Tensor] = []
 
-    def _see_stream(self, layer: nn.Module, inputs: Any, outputs: Any) -> None:
+    def _measure_stream(self, layer: nn.Module, inputs: Any, outputs: Any) -> None:
         if self.watching:
             # (B, S, L, D); the norm of a wide tensor without a wide copy of it
             stream = outputs[0].detach()
@@ -45,20 +45,20 @@ class Diagnostics:
             self.mean_squares.append(square / stream.numel())
 
     @torch.no_grad()
-    def see_logits(self, labels: Tensor) -> None:
-        """Add what the head has just computed; labels (B, S)."""
-        denominators, peaks = self.model.lm_head.normalizers
-        counts = (labels != IGNORE_INDEX).flatten()
-        squares = torch.where(counts, denominators, 0.0).double().square().sum()
-        peak = torch.where(counts, peaks, -math.inf).max().double()
-        self.logits.append(torch.stack([squares, counts.sum().double(), peak]))
+    def end_micro_batch(self, labels: Tensor) -> None:
+        """Add the logits that the head has just computed, labels (B, S); stop watching the streams."""
+        logsumexps, max_logits = self.model.lm_head.logit_stats
+        is_label = (labels != IGNORE_INDEX).flatten()
+        squares = torch.where(is_label, logsumexps, 0.0).double().square().sum()
+        max_logit = torch.where(is_label, max_logits, -math.inf).max().double()
+        self.logits.append(torch.stack([squares, is_label.sum().double(), max_logit]))
         if (drafted := self.model.drafted) is not None:
             tokens = (drafted.labels != IGNORE_INDEX).sum((1, 2))
             self.drafts.append(torch.cat([drafted.losses.double().sum((1, 2)), tokens.double()]))
         self.watching = False
 
     @torch.no_grad()
-    def see_gradients(self) -> None:
+    def measure_gradients(self) -> None:
         """Measure this rank's shards of the step's gradients, before they are clipped."""
         none = self.logits[0].new_zeros(1)
         norms = []
@@ -81,21 +81,23 @@ class Diagnostics:
         """
         ranks, layers = torch.distributed.get_world_size(), len(self.squared_norms)
         logits = torch.stack(self.logits)
-        # each rank's share of the mean over ranks
-        rms = torch.stack(self.mean_squares) / ranks
-        drafts = torch.stack(self.drafts).sum(0) if self.drafts else logits[:0, 0]
+        # each rank's part of the mean over ranks
+        mean_squares = torch.stack(self.mean_squares) / ranks
+        drafts = torch.stack(self.drafts).sum(0) if self.drafts else logits.new_zeros(0)
         # the maximum comes last: all other columns are summed over ranks
         last = (logits[:, :2].sum(0), logits[:, 2].max()[None])
-        local = torch.cat([self.squared_norms, rms, drafts, *last])
+        local = torch.cat([self.squared_norms, mean_squares, drafts, *last])
         # one all-gather a logged step
         table = gather_ranks(local)
-        *sums, peak = torch.cat([table[:, :-1].sum(0), table[:, -1].max()[None]]).tolist()
+        *sums, squared_logsumexps, label_count, max_logit = torch.cat(
+            [table[:, :-1].sum(0), table[:, -1].max()[None]]
+        ).tolist()
         return {
-            "z_loss": sums[-2] / sums[-1] if sums[-1] else math.nan,
-            "max_logit": peak,
+            "z_loss": squared_logsumexps / label_count if label_count else math.nan,
+            "max_logit": max_logit,
             "layer_grad_norm": [math.sqrt(square) for square in sums[:layers]],
             "layer_stream_rms": [math.sqrt(square) for square in sums[layers : 2 * layers]],
-            **({"draft_loss": ratios(*sums[2 * layers : -2])} if self.drafts else {}),
+            **({"draft_loss": ratios(*sums[2 * layers :])} if self.drafts else {}),
         }
 
 

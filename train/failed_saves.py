@@ -36,11 +36,11 @@ class FailedSaves:
     def retry_is_due(self) -> bool:
         return self.retry_at_s is not None and time.monotonic() >= self.retry_at_s
 
-    def judge(self, step: int, problem: str | None) -> None:
-        """Take a save back that has failed; RuntimeError when too many in a row have.
+    def record_result(self, step: int, problem: str | None) -> None:
+        """Count how a save has ended; take back one that failed, RuntimeError when too many in a row have.
 
         Args:
-            problem: a traceback of any rank.
+            problem: a traceback of any rank, None for success.
         """
         self.problem, self.retry_at_s = None, None
         if problem is None:

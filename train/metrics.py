@@ -145,7 +145,7 @@ class RunMetrics(MetricsProcessor):
             return
         throughput, memory = self._throughput(loader), self.device_memory_monitor.get_peak_stats()
         checkpoint_s, checkpoint_total_s = checkpoint_times.take()
-        tokens = loader.tokens
+        tokens = loader.tokens_read
         row = {
             "step": step,
             "phase": self.job_config.phase.name,
@@ -166,7 +166,7 @@ class RunMetrics(MetricsProcessor):
             "checkpoint_total_s": checkpoint_total_s,
             "memory_gib": memory.max_reserved_gib,
             "memory_active_gib": memory.max_active_gib,
-            **self._progress(step, throughput["tokens_per_s_per_device"]),
+            **self._update_progress(step, throughput["tokens_per_s_per_device"]),
             "time": time.time(),
         }
         self.last_logged_tokens = tokens
@@ -175,7 +175,7 @@ class RunMetrics(MetricsProcessor):
 
     def _log_row(self, row: dict[str, Any]) -> None:
         plain = utils.NoColor() if self.job_config.metrics.disable_color_printing else utils.Color()
-        # the end of TorchTitan's line on the console
+        # what ends TorchTitan's line on the console, its `reset`, also has ours; Color is frozen, so by a subclass
         reset = f"{plain.reset}  {format_progress(row, vars(self.job_config.metrics))}".rstrip()
         self.color = type("", (type(plain),), {"reset": reset})()
         extra = {"n_tokens_seen": row["tokens"], "lr": row["lr"], **_scalars(row)}
@@ -204,10 +204,10 @@ class RunMetrics(MetricsProcessor):
             self.logger = BaseLogger()
             log()
 
-    def _progress(
+    def _update_progress(
         self, step: int, tokens_per_s_per_device: float | None
     ) -> dict[str, float | None]:
-        """Return the job's GPU-hours so far, those left, and when it ends."""
+        """Add a row's speed; return the job's GPU-hours so far, those left, and when it ends."""
         self.rates.append(tokens_per_s_per_device or 0.0)
         training, devices, now = (
             self.job_config.training,
@@ -227,7 +227,7 @@ class RunMetrics(MetricsProcessor):
     def _throughput(self, loader: MixtureLoader) -> dict[str, float | None]:
         seconds = time.perf_counter() - self.time_last_log
         devices = torch.distributed.get_world_size()
-        tokens_per_s = (loader.tokens - self.last_logged_tokens) / seconds
+        tokens_per_s = (loader.tokens_read - self.last_logged_tokens) / seconds
         # an unknown device has no peak to compare with: null, not TorchTitan's guess of an A100
         known_peak = utils.device_type != "cpu"
         mfu = (

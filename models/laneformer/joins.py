@@ -39,18 +39,25 @@ class JoinRules:
     deliver_tail: bool
 
     def join(self, layer: int, module: str) -> Join:
-        """How the outputs of `module` ("attention" or "mlp") in `layer` join the residual stream."""
+        """How the outputs of `module` ("attention" or "mlp") in `layer` join the residual stream.
+
+        By default (delay 2), N layers:
+
+            layer       join      its partials reach the other lanes
+            0, 1        PRESENT   at once, and not again
+            2, 3        PAST      2 layers later; nothing arrives here
+            4 .. N-3    PAST      2 layers later; those of 2 layers ago arrive here
+            N-2, N-1    PAST      never, except as `delivers` says; those of 2 layers ago arrive here
+        """
         assert module in MODULES, f"unknown module {module!r}, expected one of {MODULES}"
         if layer == self.num_hidden_layers:
             return Join.PRESENT  # a draft waits for its lanes
         if not (self.use_attention_comm if module == "attention" else self.use_mlp_comm):
             return Join.NO_REDUCE
-        delay, early = self.broadcast_delay, self.early_layers or self.broadcast_delay
-        if (
-            not delay
-            or layer < self.first_late_layer
-            or (self.use_early_comm and layer < min(early, delay))
-        ):
+        delay = self.broadcast_delay
+        early = min(self.early_layers or delay, delay) if self.use_early_comm else 0
+        blocking_layers = max(early, self.first_late_layer)
+        if not delay or layer < blocking_layers:
             return Join.PRESENT  # PAST with delay 0 is p + (P - p) = P
         return Join.PAST if layer >= delay else Join.NO_REDUCE
 

@@ -3,7 +3,8 @@
 Every lane keeps a full-width residual stream and owns a slice of every matrix. A module (attention or MLP)
 yields one full-width partial output per lane. With Delayed Tensor Parallelism a lane adds its own partial
 at once and the other lanes' partials `broadcast_delay` layers later, so that their exchange never blocks
-(see `Join` in joins.py).
+(see `Join` in joins.py). By default no lane ever adds the other lanes' partials of the last
+`broadcast_delay` layers: `JoinRules.delivers` says when they join in the end.
 
     B batch   S query positions   T key positions   L lanes   D hidden   F intermediate   V vocabulary
     H query heads   K KV heads   d head dimension
@@ -47,7 +48,7 @@ class LaneAttention(nn.Module):
         kv_size = config.head_dim * config.num_key_value_heads
         self.layer, self.head_dim = layer, config.head_dim
         self.rotates = layer not in config.nope_layers
-        self.rope, self.ropes = config.rope_of(layer), len(config.ropes)
+        self.rope_index, self.num_ropes = config.rope_of(layer), len(config.ropes)
         self.wq = LaneLinear(lanes, d_model, config.query_size, fan="out", bias=bias)
         self.wk = LaneLinear(lanes, d_model, kv_size, fan="out", bias=bias)
         self.wv = LaneLinear(lanes, d_model, kv_size, fan="out", bias=bias)
@@ -65,10 +66,10 @@ class LaneAttention(nn.Module):
         return heads if norm is None else norm(heads)
 
     def rotate(
-        self, query: Tensor, key: Tensor, rope: tuple[Tensor, Tensor]
+        self, query: Tensor, key: Tensor, cos_sin: tuple[Tensor, Tensor]
     ) -> tuple[Tensor, Tensor]:
-        """Queries and keys (B, S, heads, d) at their positions; `rope` holds those of all kinds of layers."""
-        cos, sin = (table[self.rope] if self.ropes else table for table in rope)
+        """Queries and keys (B, S, heads, d) at their positions; `cos_sin` holds those of all kinds of layers."""
+        cos, sin = (table[self.rope_index] if self.num_ropes else table for table in cos_sin)
         return apply_rope(query, (cos, sin)), apply_rope(key, (cos, sin))
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
@@ -80,14 +81,14 @@ class LaneAttention(nn.Module):
         )
 
     def forward(
-        self, x: Tensor, rope: tuple[Tensor, Tensor], mask: Tensor | None, cache: Cache | None
+        self, x: Tensor, cos_sin: tuple[Tensor, Tensor], mask: Tensor | None, cache: Cache | None
     ) -> Tensor:
         queries, keys, values = self.project(x)
         lanes = values.shape[2]
         query, key = self.heads(queries, self.q_norm), self.heads(keys, self.k_norm)
         value = self.heads(values)
         if self.rotates:
-            query, key = self.rotate(query, key, rope)
+            query, key = self.rotate(query, key, cos_sin)
         query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
         if cache is not None:
             key, value = cache.update(key, value, self.layer)
@@ -138,7 +139,7 @@ class LaneformerLayer(nn.Module):
         super().__init__()
         self.joins = config.join(layer, "attention"), config.join(layer, "mlp")
         attention, mlp = (config.broadcasts(layer, m) or config.delivers(layer, m) for m in MODULES)
-        self.broadcasts = attention, mlp
+        self.sends = attention, mlp
         self.lanes = Lanes(config.num_lanes)
         self.attention_norm: Any = LaneRMSNorm(config)
         self.attention = LaneAttention(config, layer)
@@ -149,17 +150,17 @@ class LaneformerLayer(nn.Module):
         self,
         h: Tensor,
         delayed: Sent,
-        rope: tuple[Tensor, Tensor],
+        cos_sin: tuple[Tensor, Tensor],
         mask: Tensor | None = None,
         cache: Cache | None = None,
     ) -> tuple[Tensor, Sent]:
         """Streams (B, S, L, D) -> streams, and the partials (attention, mlp) that are sent, else None."""
-        attention = self.attention(self.attention_norm(h), rope, mask, cache)
+        attention = self.attention(self.attention_norm(h), cos_sin, mask, cache)
         # sent as soon as it exists: it has `broadcast_delay` layers to arrive
-        first = self.lanes.send(attention) if self.broadcasts[0] else None
+        first = self.lanes.send(attention) if self.sends[0] else None
         h, x = self.join_and_norm(h, attention, self.joins[0], delayed[0], self.ffn_norm)
         mlp = self.feed_forward(x)
-        second = self.lanes.send(mlp) if self.broadcasts[1] else None
+        second = self.lanes.send(mlp) if self.sends[1] else None
         return join_lanes(h, mlp, self.joins[1], delayed[1], self.lanes), (first, second)
 
     def join_and_norm(
@@ -208,7 +209,7 @@ def run_layers(
     layers: Iterable[LaneformerLayer] | nn.ModuleList,
     config: LaneformerConfig,
     embedding: Tensor,
-    rope: tuple[Tensor, Tensor],
+    cos_sin: tuple[Tensor, Tensor],
     masks: Sequence[Tensor | None],
     cache: Cache | None = None,
     share_equal_streams: bool = False,
@@ -216,6 +217,7 @@ def run_layers(
 ) -> tuple[Tensor, Partials]:
     """Embeddings (B, S, D) through all layers -> the lanes' streams (B, S, L, D), flushed where the config
     says so, and the partials (attention, mlp) that `deliver` still needs; `masks` holds one entry per layer.
+    Without `flush` the other lanes' partials of the last layers are lost, unless the caller calls `deliver`.
 
     share_equal_streams: one stream (B, S, 1, D) stands for all lanes until a join tells them apart; if
     none does, one is what comes back. The same mathematics, rounded otherwise: products of equal
@@ -229,7 +231,7 @@ def run_layers(
     # it has arrived
     in_flight: Partials = deque([(None, None)] * max(config.broadcast_delay, 1))
     for layer, mask in zip(layers, masks, strict=True):
-        h, partials = layer(h, in_flight.popleft(), rope, mask, cache)
+        h, partials = layer(h, in_flight.popleft(), cos_sin, mask, cache)
         in_flight.append(partials)
     if config.flush:
         return deliver(h, in_flight, config, lanes).expand(-1, -1, lanes.here, -1), deque()
@@ -270,8 +272,8 @@ class Laneformer(nn.Module):
         start, new = (cache.length if cache else 0), input_ids.shape[1]
         positions = torch.arange(start + new, device=input_ids.device)
         masks = self.masks(positions[start:], positions)
-        embedding, rope = self.embed(input_ids), self.rope(positions[start:])
-        h, _ = run_layers(self.layers, self.config, embedding, rope, masks, cache)
+        embedding, cos_sin = self.embed(input_ids), self.rope(positions[start:])
+        h, _ = run_layers(self.layers, self.config, embedding, cos_sin, masks, cache)
         return self.lm_head(h, self.norm, self.tok_embeddings.weight)
 
     def embed(self, input_ids: Tensor) -> Tensor:

@@ -52,10 +52,10 @@ class MTPHead(nn.Module):
         lanes = self.layer.lanes.here
         cache = KVCache(1 + self.layer.attention.layer) if len(masks) > 1 else None
         outputs = []
-        for step, (rope, mask) in enumerate(zip(ropes, masks, strict=True), 1):
+        for step, (cos_sin, mask) in enumerate(zip(ropes, masks, strict=True), 1):
             token = embedding.roll(-step, 1)[:, :, None]
             x = self.hidden_norm(h) + self.embedding_norm(token)
-            h, _ = self.layer(x, (None, None), rope, mask, cache)
+            h, _ = self.layer(x, (None, None), cos_sin, mask, cache)
             outputs.append(self.norm(h).expand(-1, -1, lanes, -1))
         return outputs
 

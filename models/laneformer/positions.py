@@ -36,11 +36,11 @@ def rope_table(config: LaneformerConfig, positions: Tensor) -> tuple[Tensor, Ten
     return (angle.cos() * scale)[..., None, :], (angle.sin() * scale)[..., None, :]
 
 
-def apply_rope(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+def apply_rope(x: Tensor, cos_sin: tuple[Tensor, Tensor]) -> Tensor:
     """Rotate neighbouring pairs (2j, 2j+1) of x (B, S, heads, d): the
     complex-number convention, not rotate-half.
     """
-    cos, sin = rope
+    cos, sin = cos_sin
     even, odd = x.to(torch.promote_types(x.dtype, torch.float32)).unflatten(-1, (-1, 2)).unbind(-1)
     return torch.stack((even * cos - odd * sin, even * sin + odd * cos), -1).flatten(-2).to(x.dtype)
 

@@ -61,9 +61,9 @@ def exact_rope(
 def lane_batched_logits(model: Laneformer, ids: list[int]) -> np.ndarray:
     positions = torch.arange(len(ids))
     embedding = model.tok_embeddings(torch.tensor([ids]))
-    rope, masks = exact_rope(model.config, positions), model.masks(positions, positions)
+    cos_sin, masks = exact_rope(model.config, positions), model.masks(positions, positions)
     with torch.no_grad():
-        h, _ = run_layers(model.layers, model.config, embedding, rope, masks)
+        h, _ = run_layers(model.layers, model.config, embedding, cos_sin, masks)
         return model.lm_head(h, model.norm)[0].numpy()
 
 

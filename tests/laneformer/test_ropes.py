@@ -58,7 +58,7 @@ def test_a_layer_of_the_other_kind_is_noticed(kind):
     model = build_model(kind)
     last = model.layers[-1].attention
     if len(model.config.ropes) > 1:
-        last.rope = 1
+        last.rope_index = 1
     elif model.config.nope_layers:
         last.rotates = True
     else:

@@ -124,7 +124,7 @@ def commit(self: LaneformerTrainer) -> None:
         next(self.model_parts[0].parameters()).grad.mul_(float("nan"))
     elif kind == "truncate":  # as a file system does that lost its last pages in a power cut
         # on one rank alone this would never return: the plan names no rank
-        self.checkpointer.finish()
+        self.checkpointer.wait_for_save()
         torch.distributed.barrier()
         if RANK == 0:
             newest = next(iter(step_folders(Path(self.checkpointer.folder)).values()))

@@ -99,9 +99,9 @@ def test_offsets_belong_to_content_and_not_to_a_name(data_folder, lock):
     other.mixture._file_sha256 = ["f" * 64] * len(other.mixture._file_sha256)
     fresh = places(other)
     with pytest.raises(ValueError, match=r"source 'code' is not the one of which .* windows twice"):
-        other.begin_after(used)
+        other.start_phase_after(used)
     other.begin_again = ["code"]
-    other.begin_after(used)
+    other.start_phase_after(used)
     assert "code" not in other.state.offsets
     assert other.state.offsets[f"code@{sha256[:8]}"] == used["windows"]["code"] > 0
     assert other.state.offsets["web"] == used["windows"]["web"]
@@ -116,7 +116,7 @@ def test_offsets_belong_to_content_and_not_to_a_name(data_folder, lock):
     assert resumed.state_dict()["mixture"] == state
 
     (last,) = job(lock, 1, 1)
-    last.begin_after(json.loads(state))
+    last.start_phase_after(json.loads(state))
     assert last.state.offsets["code"] == used["windows"]["code"]
     assert last.state.offsets["code@ffffffff"] == other.windows_per_source()["code"] > 0
     assert last.tokens_before() == 7 * GLOBAL_BATCH * 32
@@ -132,12 +132,12 @@ def test_tokens_of_a_phase_with_windows_of_another_length_stay_what_they_were(lo
         "lengths": 512,
         "read": [],
     }
-    one.begin_after({key: {"long": value} for key, value in before.items()})
+    one.start_phase_after({key: {"long": value} for key, value in before.items()})
     train([one], steps=3)
     (again,) = job(lock, 1, 1)
     again.load_state_dict(one.state_dict())
     (next_phase,) = job(lock, 1, 1)
-    next_phase.begin_after(json.loads(one.state_dict()["mixture"]))
+    next_phase.start_phase_after(json.loads(one.state_dict()["mixture"]))
     assert (one.tokens_before(), again.tokens_before()) == (8 * 512, 8 * 512)
     assert one.tokens_per_source()["long"] == again.tokens_per_source()["long"] == 8 * 512
     assert next_phase.tokens_before() == 8 * 512 + 3 * GLOBAL_BATCH * 32
@@ -211,10 +211,12 @@ def test_counts_are_those_of_the_batches_across_phases_and_windows(data_folder, 
     tokens_read = {name: int((sources == i).sum()) * 32 for i, name in enumerate(names)}
     assert one.tokens_per_source() == tokens_read
     out = np.concatenate([one.mixture.sequences(a, b - a)[1] for a, b in left_out])
-    assert one.count_left_out() == {name: int((out == i).sum()) for i, name in enumerate(names)}
+    assert one.count_skipped_windows() == {
+        name: int((out == i).sum()) for i, name in enumerate(names)
+    }
 
     (two,) = job(data_folder / "phase2.lock.json", 1, 1, windows=[(4, 6)])
-    two.begin_after(json.loads(state))
+    two.start_phase_after(json.loads(state))
     assert two.tokens_before() == 3 * GLOBAL_BATCH * 32
     assert two.tokens_per_source() == tokens_read
     tokens, sources, _ = train([two], steps=2)
@@ -223,7 +225,7 @@ def test_counts_are_those_of_the_batches_across_phases_and_windows(data_folder, 
     assert two.tokens_per_source() == tokens_read
     assert sum(tokens_read.values()) == 5 * GLOBAL_BATCH * 32
     # code, which both phases use, goes on behind the last window that phase 1 used up
-    following, whose = one.mixture.sequences(one.sequences_reached, 20)
+    following, whose = one.mixture.sequences(one.mixture_reach, 20)
     code = two.mixture.source_names.index("code")
     assert np.array_equal(tokens[sources == code][0], following[whose == names.index("code")][0])
 

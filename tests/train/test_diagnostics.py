@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torchtitan.config import JobConfig
 
 from laneformer import LaneformerConfig
-from laneformer.titan.parallelize import apply_fsdp, checkpoint_and_compile
+from laneformer.titan.parallelize import apply_fsdp, wrap_and_compile_layers
 from laneformer.titan.spec import LaneformerArgs, TitanLaneformer
 from train.diagnostics import Diagnostics
 
@@ -46,7 +46,7 @@ def count_graphs(layers: int, mesh: DeviceMesh) -> int:
     model.init_weights()
     job = JobConfig()
     job.compile.enable, job.compile.backend, job.activation_checkpoint.mode = True, "eager", "none"
-    checkpoint_and_compile(model, job)
+    wrap_and_compile_layers(model, job)
     apply_fsdp(model, mesh, job)
     diagnostics = Diagnostics(model)
     tokens = torch.randint(3, 64, (1, 9))
@@ -55,7 +55,7 @@ def count_graphs(layers: int, mesh: DeviceMesh) -> int:
             diagnostics.begin()
         model(tokens[:, :-1], tokens[:, 1:]).sum().backward()
         if logged:
-            diagnostics.see_logits(tokens[:, 1:])
+            diagnostics.end_micro_batch(tokens[:, 1:])
             assert len(diagnostics.mean_squares) == layers
     return counters["stats"]["unique_graphs"]
 

@@ -188,21 +188,21 @@ def test_failed_saves_end_the_job_where_the_disk_is_not_full_or_its_step_is_the_
 ):
     monkeypatch.setattr("train.failed_saves.on_rank_zero", lambda decide: decide())
     failed = FailedSaves(tmp_path, tmp_path / "checkpoint", max_in_a_row=2)
-    failed.judge(2, "RuntimeError: x")
-    failed.judge(3, "Traceback\nOSError: [Errno 28] No space left on device")
+    failed.record_result(2, "RuntimeError: x")
+    failed.record_result(3, "Traceback\nOSError: [Errno 28] No space left on device")
     # a full disk does not count
     assert (failed.in_a_row, failed.retry_is_due) == (1, False)
     with pytest.raises(
         RuntimeError, match=r"step 4, could not be written: OSError: \[Errno 28\].*make room below"
     ):
         failed.require_saved(4)
-    failed.judge(5, None)
+    failed.record_result(5, None)
     failed.require_saved(5)
-    failed.judge(6, "RuntimeError: x")
+    failed.record_result(6, "RuntimeError: x")
     with pytest.raises(
         RuntimeError, match="2 saves in a row have failed, last: RuntimeError: y; see events"
     ):
-        failed.judge(7, "RuntimeError: y")
+        failed.record_result(7, "RuntimeError: y")
 
 
 @pytest.mark.job

@@ -12,7 +12,7 @@ from rich.console import Console
 
 pytest.importorskip("torchtitan")
 from data_mixtures import show
-from records.skips import SkipList, leave_out
+from records.skips import SkipList, append_skips
 from tests.records.lines import write_lines
 from tests.train.supervised import GLOBAL_BATCH
 from train.data import LoaderState, MixtureLoader
@@ -29,7 +29,7 @@ def test_a_run_is_shown_as_it_read_with_skips_and_phases(data_folder, tmp_path, 
     lock, skips = data_folder / "phase2.lock.json", [(5, 9)]
     offsets = {"web": 40, "code": 170}
     loader = MixtureLoader(lock, 0, 1, GLOBAL_BATCH, 1, SkipList(skips))
-    loader.begin_at(LoaderState(offsets=offsets))
+    loader.restore(LoaderState(offsets=offsets))
     batches = [
         torch.cat([inputs["input"], labels[:, -1:]], 1).tolist()
         for (inputs, labels), _ in zip(loader, range(9), strict=False)
@@ -46,7 +46,7 @@ def test_a_run_is_shown_as_it_read_with_skips_and_phases(data_folder, tmp_path, 
         },
     ]
     write_lines(tmp_path / "attempts.jsonl", attempts)
-    leave_out(tmp_path, skips, "step 2: the loss is nan")
+    append_skips(tmp_path, skips, "step 2: the loss is nan")
     for step in range(1, 7):
         assert [
             window["tokens"] for window in show_batches(capsys, tmp_path, "--step", step)

@@ -17,7 +17,7 @@ train_step = LaneformerTrainer.train_step
 def kill_before_step(self: LaneformerTrainer, data_iterator: Any) -> None:
     if self.step == int(os.environ[KILL_AT]):
         # a save under way would end with this process, and nothing be resumed
-        self.checkpointer.finish()
+        self.checkpointer.wait_for_save()
         os.kill(os.getpid(), signal.SIGKILL)
     train_step(self, data_iterator)
 

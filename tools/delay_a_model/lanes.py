@@ -46,14 +46,14 @@ class LateLayer(LaneformerLayer):
         self,
         h: Tensor,
         delayed: Pair,
-        rope: tuple[Tensor, Tensor],
+        cos_sin: tuple[Tensor, Tensor],
         mask: Tensor | None = None,
         cache: Any = None,
     ) -> tuple[Tensor, Pair]:
         """Return streams and sent outputs, which like `delayed` carry the sender's share."""
         # the share is the sender's, so every output is counted once, also at the border between
         # layers
-        attention = self.attention(self.attention_norm(h), rope, mask, cache)
+        attention = self.attention(self.attention_norm(h), cos_sin, mask, cache)
         h = join_late(h, attention, self.late, delayed[0])
         mlp = self.feed_forward(self.ffn_norm(h))
         h = join_late(h, mlp, self.late, delayed[1])
@@ -100,7 +100,7 @@ def shares(step: int, layers: int, anneal_steps: int) -> list[float]:
 def late_streams(
     layers: Iterable[nn.Module],
     h: Tensor,
-    rope: tuple[Tensor, Tensor],
+    cos_sin: tuple[Tensor, Tensor],
     masks: Sequence[Any],
     delay: int,
 ) -> Streams:
@@ -111,7 +111,7 @@ def late_streams(
     # delay 0 has a queue of one, which carries NOTHING
     in_flight = deque([NOTHING] * max(delay, 1))
     for layer, mask in zip(layers, masks, strict=True):
-        h, outputs = layer(h, in_flight.popleft(), rope, mask)
+        h, outputs = layer(h, in_flight.popleft(), cos_sin, mask)
         in_flight.append(outputs)
     # what is in flight after the last layer: dropped, as in a Laneformer, or flushed by one
     # blocking sum

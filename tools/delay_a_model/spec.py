@@ -90,7 +90,7 @@ class LateLaneformer(TitanLaneformer):
             layer.late = share
 
     def from_embedding(
-        self, embedding: Tensor, rope: Any, masks: Any, labels: Tensor | None, *unused: Any
+        self, embedding: Tensor, cos_sin: Any, masks: Any, labels: Tensor | None, *unused: Any
     ) -> Tensor:
         """Return logits (B, S, V), or with labels (B, S) the KL of every token.
 
@@ -100,20 +100,20 @@ class LateLaneformer(TitanLaneformer):
         lower, upper, above = self.layers[:first], self.layers[first:], masks[first:]
         # frozen, so computed once for teacher and student
         h, _ = run_layers(
-            lower, self.config, embedding, rope, masks[:first], share_equal_streams=True
+            lower, self.config, embedding, cos_sin, masks[:first], share_equal_streams=True
         )
-        logits = logits_of(self, late_streams(upper, h, rope, above, late.delay), late.flush)
+        logits = logits_of(self, late_streams(upper, h, cos_sin, above, late.delay), late.flush)
         if labels is None:
             return logits
         with torch.no_grad():
             # in place, so that it is done once
             teacher = [layer.to(h.dtype) for layer in self.teacher]
-            dense = logits_of(self, late_streams(teacher, h, rope, above, 0), late.flush)
-        denominators = logits.logsumexp(-1)
+            dense = logits_of(self, late_streams(teacher, h, cos_sin, above, 0), late.flush)
+        logsumexps = logits.logsumexp(-1)
         head: Any = self.lm_head
-        # the trainer's diagnostics read the largest logit and log-denominators from here
-        head.normalizers = denominators.detach().flatten(), logits.detach().amax(-1).flatten()
-        guess, truth = logits - denominators[..., None], dense.log_softmax(-1)
+        # the trainer's diagnostics read the largest logit and log-sum-exps from here
+        head.logit_stats = logsumexps.detach().flatten(), logits.detach().amax(-1).flatten()
+        guess, truth = logits - logsumexps[..., None], dense.log_softmax(-1)
         divergence = F.kl_div(guess, truth, reduction="none", log_target=True).sum(-1)
         return torch.where(labels == IGNORE_INDEX, 0.0, divergence)
 

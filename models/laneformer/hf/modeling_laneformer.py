@@ -167,8 +167,8 @@ class LaneformerModel(LaneformerPreTrainedModel):
             else self.layers
         )
         # not a buffer from __init__, which would stay empty under the meta-device loading of 5.x
-        rope = rope_table(self.lanes, position_ids)
-        h, _ = run_layers(layers, self.lanes, embedding, rope, masks, positioned)
+        cos_sin = rope_table(self.lanes, position_ids)
+        h, _ = run_layers(layers, self.lanes, embedding, cos_sin, masks, positioned)
         return h, cache
 
     def _masks(
@@ -198,13 +198,17 @@ class LaneformerModel(LaneformerPreTrainedModel):
     def _checkpoint_layer(self, layer: nn.Module) -> Callable[..., Any]:
 
         def run(
-            h: Tensor, delayed: tuple, rope: tuple[Tensor, Tensor], mask: Tensor | None, cache: None
+            h: Tensor,
+            delayed: tuple,
+            cos_sin: tuple[Tensor, Tensor],
+            mask: Tensor | None,
+            cache: None,
         ) -> tuple:
             # checkpointing tracks tensors in flat arguments only
             def flat(
                 h: Tensor, attention: Tensor | None, mlp: Tensor | None
             ) -> tuple[Tensor | None, ...]:
-                h, partials = layer(h, (attention, mlp), rope, mask)
+                h, partials = layer(h, (attention, mlp), cos_sin, mask)
                 return h, *partials
 
             h, *partials = self._gradient_checkpointing_func(flat, h, *delayed)

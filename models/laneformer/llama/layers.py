@@ -76,9 +76,9 @@ class FamilyAttention(LaneAttention):
         self.post_norm = post_norm(config, variant)
 
     def forward(
-        self, x: Tensor, rope: tuple[Tensor, Tensor], mask: Tensor | None, cache: Cache | None
+        self, x: Tensor, cos_sin: tuple[Tensor, Tensor], mask: Tensor | None, cache: Cache | None
     ) -> Tensor:
-        return norm_partial(super().forward(x, rope, mask, cache), self.post_norm)
+        return norm_partial(super().forward(x, cos_sin, mask, cache), self.post_norm)
 
     def heads(self, x: Tensor, norm: LaneRMSNorm | None = None) -> Tensor:
         if norm is None or not self.variant.joint_qk_norm:
@@ -86,13 +86,14 @@ class FamilyAttention(LaneAttention):
         return super().heads(norm(x.flatten(2))[:, :, None])
 
     def rotate(
-        self, query: Tensor, key: Tensor, rope: tuple[Tensor, Tensor]
+        self, query: Tensor, key: Tensor, cos_sin: tuple[Tensor, Tensor]
     ) -> tuple[Tensor, Tensor]:
         if self.variant.query_growth is None:
-            return super().rotate(query, key, rope)
-        key_rope, query_rope = self.rope, self.rope + self.ropes  # see FamilyModel.rope
-        rotated = apply_rope(query, (rope[0][query_rope], rope[1][query_rope]))
-        return rotated, apply_rope(key, (rope[0][key_rope], rope[1][key_rope]))
+            return super().rotate(query, key, cos_sin)
+        # see FamilyModel.rope
+        key_rope, query_rope = self.rope_index, self.rope_index + self.num_ropes
+        rotated = apply_rope(query, (cos_sin[0][query_rope], cos_sin[1][query_rope]))
+        return rotated, apply_rope(key, (cos_sin[0][key_rope], cos_sin[1][key_rope]))
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
         if self.sinks is not None:

@@ -26,13 +26,13 @@ class FusedLayer(TitanLayer):
         self,
         h: Tensor,
         delayed: tuple[Tensor | None, Tensor | None],
-        rope: tuple[Tensor, Tensor],
+        cos_sin: tuple[Tensor, Tensor],
         mask: Tensor | None = None,
         cache: Cache | None = None,
     ) -> tuple[Tensor, tuple[Tensor | None, Tensor | None]]:
         norm = self.attention_norm
         h, x, _ = JoinNorm.apply(_wide(h, norm), None, None, norm.weight, norm.eps, False)
-        partial = self.attention(x, rope, mask, cache)
+        partial = self.attention(x, cos_sin, mask, cache)
         h, x, attention = self.join(0, h, partial, delayed[0], self.ffn_norm)
         h, _, mlp = self.join(1, h, self.feed_forward(x), delayed[1], None)
         return h, (attention, mlp)
@@ -45,9 +45,9 @@ class FusedLayer(TitanLayer):
         delayed: Tensor | None,
         norm: LaneRMSNorm | None,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Return streams, normed streams, and the partial if it is to be broadcast."""
+        """Return streams, normed streams, and the partial if it is sent to the other lanes."""
         # the kernels know Join.PAST only: other joins become a term to add
-        join, broadcast = self.joins[module], self.broadcasts[module]
+        join, sends = self.joins[module], self.sends[module]
         term = partial
         if join == Join.PRESENT and partial.shape[2] > 1:
             term = partial.sum(2, keepdim=True)
@@ -57,9 +57,9 @@ class FusedLayer(TitanLayer):
         h = _wide(h.expand(-1, -1, lanes, -1), norm)
         weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
         h, x, returned_partial = JoinNorm.apply(
-            h, term.expand_as(h), delayed, weight, eps, broadcast and join == Join.PAST
+            h, term.expand_as(h), delayed, weight, eps, sends and join == Join.PAST
         )
-        return h, x, partial if broadcast and join != Join.PAST else returned_partial
+        return h, x, partial if sends and join != Join.PAST else returned_partial
 
 
 def _wide(h: Tensor, norm: LaneRMSNorm | None) -> Tensor:

@@ -42,7 +42,7 @@ def with_working_kernels(model: Any, job: JobConfig, prepare: Prepare) -> Any:
     Raises what the plain layer raises.
 
     Args:
-        prepare: `checkpoint_and_compile`, what the job does to a model's layers.
+        prepare: `wrap_and_compile_layers`, what the job does to a model's layers.
     """
     args, compiled = model.model_args, job.compile.enable and "model" in job.compile.components
     is_float8 = model.float8 is not None and not model.float8.emulate
@@ -91,8 +91,9 @@ def layer_problem(model: Any, layer: int, job: JobConfig, prepare: Prepare) -> s
     rounding = largest_error(run_layer(plain, layer, job, dtype), expected)
     allowed = MARGIN * max(rounding, torch.finfo(dtype).eps)
     try:
-        rows = job.training.local_batch_size
-        error = largest_error(run_layer(model, layer, job, dtype, rows, prepare), expected)
+        error = largest_error(
+            run_layer(model, layer, job, dtype, job.training.local_batch_size, prepare), expected
+        )
     except Exception as exception:
         return f"a layer's kernels fail: {type(exception).__name__}: {' '.join(str(exception).split())[:300]}"
     return (

@@ -58,33 +58,32 @@ class LaneAxis(Lanes):
         self.group = mesh.get_group().group_name
 
     def sum(self, partial: Tensor) -> Tensor:
-        return _Arrive.apply(_Start.apply(_own_sum(partial), self.group), self.group)
+        return _Arrive.apply(_Start.apply(_sum_own_lanes(partial), self.group), self.group)
 
     # the sum starts when the partial outputs exist and is received `broadcast_delay` layers later;
     # in the backward pass the gradients' sum has as long
     def send(self, partial: Tensor) -> Any:
-        return partial, _Start.apply(_own_sum(partial), self.group)
+        return partial, _Start.apply(_sum_own_lanes(partial), self.group)
 
     def receive(self, in_flight: Any, first_only: bool = False) -> Tensor:
         partial, reduction = in_flight
         return _Arrive.apply(reduction, self.group) - (partial[:, :, :1] if first_only else partial)
 
-    def combine_softmax_parts(
-        self, denominators: Tensor, peaks: Tensor, chosen: Tensor
+    def combine_softmax(
+        self, logsumexps: Tensor, max_logits: Tensor, label_logits: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Combine values (N,) of this rank's part of the vocabulary into those of all of it.
 
         Returns:
-            Log of the softmax's denominator, largest logit, and the label's logit (in `chosen` 0 where it is
-            another rank's).
+            Log-sum-exp, largest logit, and the label's logit (in `label_logits` 0 where it is another rank's).
         """
-        peak = wait_for_reduction(start_reduction(peaks, self.group, "max"))
-        sums = torch.stack([(denominators - peak).exp(), chosen])
-        denominator, label = wait_for_reduction(start_reduction(sums, self.group))
-        return denominator.log() + peak, peak, label
+        max_logit = wait_for_reduction(start_reduction(max_logits, self.group, "max"))
+        sums = torch.stack([(logsumexps - max_logit).exp(), label_logits])
+        denominator, label_logit = wait_for_reduction(start_reduction(sums, self.group))
+        return denominator.log() + max_logit, max_logit, label_logit
 
 
-def _own_sum(partial: Tensor) -> Tensor:
+def _sum_own_lanes(partial: Tensor) -> Tensor:
     return partial if partial.shape[2] == 1 else partial.sum(2, keepdim=True)
 
 
@@ -124,8 +123,17 @@ def check_lane_axis(config: LaneformerConfig, job_config: Any) -> None:
             )
 
 
-def give_lanes_to_ranks(model: Any, mesh: DeviceMesh) -> None:
-    """Let a model of all lanes compute this rank's alone, in place."""
+def shard_lanes(model: Any, mesh: DeviceMesh) -> None:
+    """Let a model of all lanes compute this rank's alone, in place.
+
+    Parameters become DTensors, which checkpoints, optimizer and FSDP read; the model's own code
+    computes with plain tensors. So from here on
+
+    1. every parameter NAME is a DTensor, cut along its lane axis or replicated;
+    2. `module.NAME` no longer is the parameter but `module.local_NAME` (`redirect_to_local`);
+    3. before each forward pass, after FSDP has gathered the parameters, a hook sets `local_NAME`
+       (`localize_before_forward`, called by parallelize once the layers are compiled).
+    """
     axis = LaneAxis(model.config.num_lanes, mesh)
     for module in model.modules():
         if isinstance(getattr(module, "lanes", None), Lanes):
@@ -137,7 +145,7 @@ def give_lanes_to_ranks(model: Any, mesh: DeviceMesh) -> None:
             module.register_parameter(
                 name, nn.Parameter(shard, requires_grad=parameter.requires_grad)
             )
-            _read_own_part(module, name)
+            redirect_to_local(module, name)
 
 
 def is_owned_by_lanes(module: nn.Module, parameter: Tensor) -> bool:
@@ -146,22 +154,22 @@ def is_owned_by_lanes(module: nn.Module, parameter: Tensor) -> bool:
     )
 
 
-def _read_own_part(module: nn.Module, name: str) -> None:
-    """Return the part that `attach_own_parts` put beside the parameter."""
-    kind, beside = type(module), f"own_{name}"
+def redirect_to_local(module: nn.Module, name: str) -> None:
+    """Let reading `module.name` give `local_name`: by a subclass, as the parameter itself is an attribute."""
+    kind, local = type(module), f"local_{name}"
     module.__class__ = type(
-        f"Own{kind.__name__}", (kind,), {name: property(lambda module: getattr(module, beside))}
+        f"Local{kind.__name__}", (kind,), {name: property(lambda module: getattr(module, local))}
     )
 
 
-def attach_own_parts(*units: nn.Module) -> None:
-    """Before each forward pass, give a unit's modules this rank's parts as plain tensors."""
+def localize_before_forward(*units: nn.Module) -> None:
+    """Before each forward pass of a unit, set `local_NAME` of its modules: this rank's part, a plain tensor."""
     for unit in units:
         # outside of compiled code, whose backward pass could not keep a mesh
-        unit.register_forward_pre_hook(torch.compiler.disable(_attach_own_parts))
+        unit.register_forward_pre_hook(torch.compiler.disable(_localize))
 
 
-def _attach_own_parts(unit: nn.Module, inputs: Any) -> None:
+def _localize(unit: nn.Module, inputs: Any) -> None:
     for module in unit.modules():
         for name, parameter in module.named_parameters(recurse=False):
             assert isinstance(parameter, DTensor), f"{name} is on no mesh"
@@ -171,4 +179,4 @@ def _attach_own_parts(unit: nn.Module, inputs: Any) -> None:
             # its own lanes' part: a sum's backward pass, or FSDP for parameters, adds the parts
             gradient = placement if placement.is_shard() else Partial()
             # not by setattr, which takes it for a parameter
-            vars(module)[f"own_{name}"] = parameter.to_local(grad_placements=[gradient])
+            vars(module)[f"local_{name}"] = parameter.to_local(grad_placements=[gradient])

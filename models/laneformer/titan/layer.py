@@ -40,14 +40,14 @@ class TitanLayer(LaneformerLayer):
         self.attention_norm, self.ffn_norm = KeptRMSNorm(config), KeptRMSNorm(config)
         self.attention: LaneAttention = TitanAttention(config, layer)
         self.feed_forward: LaneFeedForward = TitanFeedForward(config)
-        lanes, d_model, d_ff = config.num_lanes, config.hidden_size, config.intermediate_size
+        lanes, d_model = config.num_lanes, config.hidden_size
         if self.adds_sum_only(0):
-            self.attention.wo = LaneSum(lanes, d_model, d_model, fan="in")
+            self.attention.wo = LaneSum(lanes, config.query_size, d_model, fan="in")
         if self.adds_sum_only(1):
-            self.feed_forward.w2 = LaneSum(lanes, d_ff, d_model, fan="in")
+            self.feed_forward.w2 = LaneSum(lanes, config.intermediate_size, d_model, fan="in")
 
     def adds_sum_only(self, module: int) -> bool:
-        return self.joins[module] == Join.PRESENT and not self.broadcasts[module]
+        return self.joins[module] == Join.PRESENT and not self.sends[module]
 
     def join_and_norm(
         self, h: Tensor, partial: Tensor, how: Join, delayed: Any | None, norm: LaneRMSNorm

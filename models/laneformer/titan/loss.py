@@ -25,27 +25,27 @@ CHUNK_TOKENS = 2048
 
 
 def softmax_parts(logits: Tensor, labels: Tensor, first: int = 0) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the softmax's log-denominators, largest logits, and the labels' logits; each (n,).
+    """Return the softmax's log-sum-exps, largest logits, and the labels' logits; each (n,).
 
     Args:
         logits: (L, n, v), of the vocabulary from id `first` on. A label outside of it has logit 0.
     """
     lanes, count, slice_size = logits.shape
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    peak = wide.amax((0, 2))
-    denominator = (wide - peak[None, :, None]).exp().sum((0, 2)).log() + peak
+    max_logit = wide.amax((0, 2))
+    logsumexp = (wide - max_logit[None, :, None]).exp().sum((0, 2)).log() + max_logit
     index = labels - first
     is_own = (index >= 0) & (index < lanes * slice_size)
     index = torch.where(is_own, index, 0)
     label_logits = wide[
         index // slice_size, torch.arange(count, device=labels.device), index % slice_size
     ]
-    return denominator, peak, torch.where(is_own, label_logits, 0.0)
+    return logsumexp, max_logit, torch.where(is_own, label_logits, 0.0)
 
 
 def logits_gradient(
     logits: Tensor,
-    denominator: Tensor,
+    logsumexp: Tensor,
     labels: Tensor,
     gradient: Tensor,
     z_loss_weight: float = 0.0,
@@ -55,20 +55,20 @@ def logits_gradient(
 
     Args:
         gradient: Of each token's loss, (n,).
-        z_loss_weight: Factor of the squared log-denominator in the loss.
+        z_loss_weight: Factor of the squared log-sum-exp in the loss.
         first: First id of the logits' part of the vocabulary.
     """
     lanes, _, slice_size = logits.shape
-    wide = logits.to(denominator.dtype)
+    wide = logits.to(logsumexp.dtype)
     columns = torch.arange(first, first + lanes * slice_size, device=labels.device).view(
         lanes, 1, slice_size
     )
     one_hot = columns == labels[None, :, None]
     weight = torch.where(labels == IGNORE_INDEX, 0.0, gradient)
-    softmax = (wide - denominator[None, :, None]).exp()
+    softmax = (wide - logsumexp[None, :, None]).exp()
     if z_loss_weight:
-        # the log-denominator's gradient is the softmax, too
-        softmax = softmax * (1 + 2 * z_loss_weight * denominator)[None, :, None]
+        # the log-sum-exp's gradient is the softmax, too
+        softmax = softmax * (1 + 2 * z_loss_weight * logsumexp)[None, :, None]
     return ((softmax - one_hot.to(wide.dtype)) * weight[None, :, None]).to(logits.dtype)
 
 
@@ -80,7 +80,7 @@ def _compile(function: Callable[..., Any], backend: str | None) -> Callable[...,
 class ChunkedCrossEntropy(torch.autograd.Function):
     """Losses (N,) of streams (N, L, D) under a vocabulary-parallel head (L, v, D); labels int64 (N,).
 
-    Also returns log-denominators and largest logits (N,). The losses leave the z-loss out, their gradients
+    Also returns log-sum-exps and largest logits (N,). The losses leave the z-loss out, their gradients
     contain it. With `axis`, streams, head and gradients are those of its lanes; losses are over the whole
     vocabulary.
     """
@@ -102,31 +102,35 @@ class ChunkedCrossEntropy(torch.autograd.Function):
             function(torch.bmm(part.transpose(0, 1), weight.mT), label, ctx.first)
             for part, label in zip(x.split(chunk), labels.split(chunk), strict=True)
         ]
-        denominators, peaks, chosen = (torch.cat(chunks) for chunks in zip(*parts, strict=True))
+        logsumexps, max_logits, label_logits = (
+            torch.cat(chunks) for chunks in zip(*parts, strict=True)
+        )
         if axis is not None:
-            denominators, peaks, chosen = axis.combine_softmax_parts(denominators, peaks, chosen)
-        losses = torch.where(labels == IGNORE_INDEX, 0.0, denominators - chosen)
-        ctx.save_for_backward(x, weight, labels, denominators)
-        ctx.mark_non_differentiable(denominators, peaks)
+            logsumexps, max_logits, label_logits = axis.combine_softmax(
+                logsumexps, max_logits, label_logits
+            )
+        losses = torch.where(labels == IGNORE_INDEX, 0.0, logsumexps - label_logits)
+        ctx.save_for_backward(x, weight, labels, logsumexps)
+        ctx.mark_non_differentiable(logsumexps, max_logits)
         ctx.chunk, ctx.backend, ctx.z_loss_weight = chunk, backend, z_loss_weight
-        return losses, denominators, peaks
+        return losses, logsumexps, max_logits
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, labels, denominators = ctx.saved_tensors
+        x, weight, labels, logsumexps = ctx.saved_tensors
         function = _compile(logits_gradient, ctx.backend)
         x_gradient = torch.empty_like(x)
         # summed over the chunks in float32 at least: in bfloat16 every chunk would round the sum
         # again
-        weight_gradient = torch.zeros(weight.shape, dtype=denominators.dtype, device=weight.device)
+        weight_gradient = torch.zeros(weight.shape, dtype=logsumexps.dtype, device=weight.device)
         trains_head, row = ctx.needs_input_grad[1], 0  # a frozen head has no gradient
-        for part, label, denominator, gradient in zip(
-            *(t.split(ctx.chunk) for t in (x, labels, denominators, gradients[0])), strict=True
+        for part, label, logsumexp, gradient in zip(
+            *(t.split(ctx.chunk) for t in (x, labels, logsumexps, gradients[0])), strict=True
         ):
             rows = part.transpose(0, 1)
             # computed again: the forward pass keeps one number a token
             logits = torch.bmm(rows, weight.mT)
-            d_logits = function(logits, denominator, label, gradient, ctx.z_loss_weight, ctx.first)
+            d_logits = function(logits, logsumexp, label, gradient, ctx.z_loss_weight, ctx.first)
             x_gradient[row : row + len(part)] = torch.bmm(d_logits, weight).transpose(0, 1)
             if trains_head:
                 weight_gradient += torch.bmm(d_logits.mT, rows)
@@ -144,26 +148,29 @@ class TitanHead(LMHead):
         # set by parallelize when compile.components has "loss"
         self.compile_backend: str | None = None
         self.z_loss_weight = 0.0  # set by the trainer
-        # log-denominators and largest logits (N,) of the last losses
-        self.normalizers: tuple[Tensor, Tensor] | None = None
+        # log-sum-exps and largest logits (N,) of the last losses
+        self.logit_stats: tuple[Tensor, Tensor] | None = None
         # in evaluation of a model with drafts: likeliest ids (B, S)
-        self.chosen: Tensor | None = None
-        self.keep_chosen = config.num_nextn_predict_layers > 0
+        self.likeliest_ids: Tensor | None = None
+        self.keeps_likeliest = config.num_nextn_predict_layers > 0
 
     def forward(
         self,
         h: Tensor,
         norm: LaneRMSNorm | None,
         labels: Tensor | None = None,
-        trained: int | None = None,
+        label_count: int | None = None,
     ) -> Tensor:
         """Return logits (B, S, V) of streams (B, S, L, D), or with labels (B, S) the losses (B, S).
+
+        `labels` stand where LMHead takes the embedding: a head that is trained is never tied. One
+        method for both, since FSDP gathers the weights for a module's `forward` alone.
 
         Losses are float32 or wider.
 
         Args:
             norm: None where the streams are normed.
-            trained: Number of labels that are not ignored, if known, to skip whole chunks of ignored ones.
+            label_count: Number of labels that are not ignored, if known, to skip whole chunks of ignored ones.
         """
         assert self.weight is not None, "a model that is trained has a head of its own"
         if norm is not None:
@@ -172,13 +179,13 @@ class TitanHead(LMHead):
         if labels is None:
             assert axis is None, "no rank has all lanes' logits; with labels there are losses"
             return self.score(h, self.weight)
-        if self.keep_chosen and not self.training:
-            self.chosen = self.likeliest(h.detach())
+        if self.keeps_likeliest and not self.training:
+            self.likeliest_ids = self.likeliest(h.detach())
         (x, weight), targets, rows = self.as_one_product(h, self.weight), labels.flatten(), None
-        if trained is not None:
-            count = -(-max(trained, 1) // self.chunk_tokens) * self.chunk_tokens
+        if label_count is not None:
+            count = -(-max(label_count, 1) // self.chunk_tokens) * self.chunk_tokens
             if count < len(targets):
-                # the trained rows first, then ignored ones up to whole chunks: every chunk has the
+                # the rows with a label first, then ignored ones up to whole chunks: every chunk has the
                 # compiled shape
                 rows = (targets == IGNORE_INDEX).to(torch.uint8).argsort(stable=True)[:count]
                 x, targets = x.index_select(0, rows), targets[rows]
@@ -186,8 +193,8 @@ class TitanHead(LMHead):
         parts = ChunkedCrossEntropy.apply(x, weight, targets, *options)
         if rows is not None:
             parts = [part.new_zeros(labels.numel()).index_copy(0, rows, part) for part in parts]
-        losses, denominators, peaks = parts
-        self.normalizers = denominators.detach(), peaks.detach()
+        losses, logsumexps, max_logits = parts
+        self.logit_stats = logsumexps.detach(), max_logits.detach()
         return losses.view(labels.shape)
 
     def as_one_product(self, h: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:

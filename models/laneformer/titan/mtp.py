@@ -43,13 +43,18 @@ class DraftTraining:
             )
         if config.draft_vocab_size:
             raise ValueError(
-                f"draft_vocab_size = {config.draft_vocab_size} is chosen when a model is exported "
+                f"draft_vocab_size = {config.draft_vocab_size} is likeliest_ids when a model is exported "
                 "(python -m tools.export_hf --draft-vocab-size N); the head is trained on all tokens: use 0"
             )
         total = job_config.lr_scheduler.total_steps or job_config.training.steps
         lower_at = round(section.lower_at * total)
-        weights = section.loss_weight, section.final_loss_weight
-        return cls(section.steps, *weights, lower_at, section.freeze_base)
+        return cls(
+            section.steps,
+            section.loss_weight,
+            section.final_loss_weight,
+            lower_at,
+            section.freeze_base,
+        )
 
     def weight(self, step: int) -> float:
         return self.loss_weight if step <= self.lower_at_step else self.final_loss_weight
@@ -68,43 +73,47 @@ class Drafted:
 def losses_with_drafts(
     model: Any,
     embedding: Tensor,
-    rope: tuple[Tensor, Tensor],
+    cos_sin: tuple[Tensor, Tensor],
     masks: list[Any],
     labels: Tensor,
-    trained: int | None,
+    label_count: int | None,
     documents: Tensor | None,
-    masked_documents: Tensor | None,
+    attention_documents: Tensor | None,
 ) -> Tensor:
     """Return the model's losses (B, S) with the drafts' weighted gradients; fill `model.drafted`.
 
     Args:
         masks: One a layer, the head's last.
         documents: Of each token, (B, S).
-        masked_documents: The same where attention is restricted to documents.
+        attention_documents: The same where attention is restricted to documents.
     """
     training, config, head = model.model_args.mtp, model.config, model.lm_head
     steps = training.steps if model.training else VALIDATED_STEPS
     # a frozen base keeps nothing for the backward pass
     with torch.set_grad_enabled(torch.is_grad_enabled() and not training.freeze_base):
         h, tail = run_layers(
-            model.layers, config, embedding, rope, masks[:-1], share_equal_streams=True
+            model.layers, config, embedding, cos_sin, masks[:-1], share_equal_streams=True
         )
-        losses = head(h.expand(-1, -1, config.num_lanes, -1), model.norm, labels, trained)
+        losses = head(h.expand(-1, -1, config.num_lanes, -1), model.norm, labels, label_count)
         delivered = deliver(h, tail, config)
-    normalizers, chosen = head.normalizers, head.chosen
+    logit_stats, likeliest_ids = head.logit_stats, head.likeliest_ids
     positions = torch.arange(labels.shape[1], device=labels.device)
-    ropes = [rope, *(rope_table(config, positions + step) for step in range(1, steps))]
+    ropes = [cos_sin, *(rope_table(config, positions + step) for step in range(1, steps))]
     later = [
-        step_mask(step, positions, masks[-1], masked_documents) for step in range(2, steps + 1)
+        step_mask(step, positions, masks[-1], attention_documents) for step in range(2, steps + 1)
     ]
     outputs = model.mtp(delivered, embedding, ropes, [masks[-1], *later])
     targets = torch.stack(
         [step_labels(labels, documents, model.model_args.bos_id, k) for k in range(1, steps + 1)]
     )
-    count = None if trained is None else steps * trained
+    count = None if label_count is None else steps * label_count
     drafts = head(torch.cat(outputs), None, targets.flatten(0, 1), count).view(targets.shape)
-    accepted = None if model.training else count_accepted(chosen, head.chosen.view(targets.shape))
-    head.normalizers = normalizers  # diagnostics are about the model's own logits
+    accepted = (
+        None
+        if model.training
+        else count_accepted(likeliest_ids, head.likeliest_ids.view(targets.shape))
+    )
+    head.logit_stats = logit_stats  # diagnostics are about the model's own logits
     model.drafted = Drafted(drafts.detach(), targets, accepted)
     weighted_drafts = model.draft_weight * drafts.sum(0)
     # the drafts' value cancels, their gradient does not
@@ -140,12 +149,12 @@ def step_mask(
     return visible & (documents[:, None, :, None] == documents.repeat(1, step)[:, None, None, :])
 
 
-def count_accepted(chosen: Tensor, drafted: Tensor) -> Tensor:
+def count_accepted(likeliest_ids: Tensor, drafted: Tensor) -> Tensor:
     """Return whether steps 1 to k agree with the model, (K, B, S).
 
     Args:
-        chosen: Likeliest ids by the model, (B, S).
+        likeliest_ids: Likeliest ids by the model, (B, S).
         drafted: By each step, (K, B, S).
     """
-    agree = torch.stack([ids == chosen.roll(-k, 1) for k, ids in enumerate(drafted, 1)])
+    agree = torch.stack([ids == likeliest_ids.roll(-k, 1) for k, ids in enumerate(drafted, 1)])
     return agree.cumprod(0).bool()

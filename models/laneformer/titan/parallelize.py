@@ -19,18 +19,18 @@ from ..model import Laneformer
 from .fused_layer import FusedLayer
 from .join_norm import check_kernels, fuse_join_norm
 from .kernel_check import with_working_kernels
-from .lane_axis import OPTION, LaneAxis, attach_own_parts, give_lanes_to_ranks
+from .lane_axis import OPTION, LaneAxis, localize_before_forward, shard_lanes
 from .layer import TitanLayer
 from .private_torch import EXCHANGES, allow_variants, checkpoint_wrapper
 from .products import lower_keep_to_nothing
 from .spec import TitanLaneformer
 
 RECOMPILE_LIMIT = 64
-# Selective checkpointing keeps products that fan out (wq, wk, wv, w1, w3: D or F wide), the streams
-# between attention and MLP, and the results of norms and attention. Products that fan in (wo, w2)
+# Selective activation checkpointing keeps products that fan out (wq, wk, wv, w1, w3: D or F wide), the
+# streams between attention and MLP, and the results of norms and attention. Products that fan in (wo, w2)
 # give every lane a stream, L times D wide, and stay out. No product is computed again, and of what is
 # as wide as the streams only the join in front of the MLP's output
-KEPT_OPS = EXCHANGES | {
+OPS_NOT_RECOMPUTED = EXCHANGES | {
     torch.ops.laneformer.keep.default,
     torch.ops.laneformer.join.default,
     torch.ops.laneformer.rms_norm.default,
@@ -52,17 +52,17 @@ def parallelize_laneformer(
     """
     if isinstance(model.layers[0], FusedLayer):
         check_kernels()
-    model = with_working_kernels(model, job_config, checkpoint_and_compile)
+    model = with_working_kernels(model, job_config, wrap_and_compile_layers)
     logger.info(
         f"Joins and norms: {model.model_args.join_norm}; attention: {model.model_args.attention}"
     )
     mesh, axis = meshes(parallel_dims)
     if axis is not None:
         refuse_other_layers(model)
-        give_lanes_to_ranks(model, axis)
-    checkpoint_and_compile(model, job_config)
+        shard_lanes(model, axis)
+    wrap_and_compile_layers(model, job_config)
     if axis is not None:
-        attach_own_parts(model.tok_embeddings, *model.layers, model.norm, model.lm_head)
+        localize_before_forward(model.tok_embeddings, *model.layers, model.norm, model.lm_head)
     apply_fsdp(model, mesh, job_config)
     return model
 
@@ -89,7 +89,7 @@ def meshes(parallel_dims: ParallelDims) -> tuple[DeviceMesh, DeviceMesh | None]:
     return axes["fsdp"], axes["tp"]
 
 
-def checkpoint_and_compile(model: TitanLaneformer, job_config: JobConfig) -> None:
+def wrap_and_compile_layers(model: TitanLaneformer, job_config: JobConfig) -> None:
     # what has failed may be the compiler; the job itself stays as it was asked for and is recorded
     compile_model = (
         job_config.compile.enable
@@ -127,12 +127,14 @@ def checkpoint_and_compile(model: TitanLaneformer, job_config: JobConfig) -> Non
         model.lm_head.compile_backend = job_config.compile.backend
 
 
-def apply_selective_checkpointing(model: Laneformer, saved_ops: frozenset[Any] = KEPT_OPS) -> None:
+def apply_selective_checkpointing(
+    model: Laneformer, not_recomputed: frozenset[Any] = OPS_NOT_RECOMPUTED
+) -> None:
 
     def policy(context: Any, operation: Any, *operands: Any, **options: Any) -> CheckpointPolicy:
         return (
             CheckpointPolicy.MUST_SAVE
-            if operation in saved_ops
+            if operation in not_recomputed
             else CheckpointPolicy.PREFER_RECOMPUTE
         )
 
@@ -160,9 +162,10 @@ def apply_fsdp(model: Laneformer, mesh: DeviceMesh, job_config: JobConfig) -> No
     )
 
     def cut(parameter: nn.Parameter) -> Shard:
-        # a lane axis that is cut already is left alone: a checkpoint's pieces are then plain blocks
-        lanes = int(isinstance(parameter, DTensor) and parameter.placements[0].is_shard())
-        return Shard(lanes + shard_dimension(parameter.shape[lanes:], degree))
+        # a lane axis that is cut already is left alone: a checkpoint's pieces are then plain blocks.
+        # It is dimension 0, so the first free one is 1
+        first_free_dim = int(isinstance(parameter, DTensor) and parameter.placements[0].is_shard())
+        return Shard(first_free_dim + shard_dimension(parameter.shape[first_free_dim:], degree))
 
     def shard(modules: nn.Module | list[nn.Module], reshard: bool) -> None:
         fully_shard(

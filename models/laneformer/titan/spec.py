@@ -110,41 +110,46 @@ class TitanLaneformer(Laneformer):
         input_ids: Tensor,
         labels: Tensor | None = None,
         documents: Tensor | None = None,
-        trained: int | None = None,
+        label_count: int | None = None,
     ) -> Tensor:
         """Return logits (B, S, V) of token ids (B, S); with labels (B, S) the loss of every token, (B, S).
 
         Args:
             documents: The document of each token, integers (B, S); by default, with `mask_documents`, one
                 begins at each `bos_id`.
-            trained: See TitanHead.
+            label_count: See TitanHead.
         """
         # positions go on across documents: within one, RoPE depends on their differences only
-        rope = rope_table(self.config, torch.arange(input_ids.shape[1], device=input_ids.device))
+        cos_sin = rope_table(self.config, torch.arange(input_ids.shape[1], device=input_ids.device))
         bos_id, masked = self.model_args.bos_id, self.model_args.mask_documents
         if documents is None and masked and bos_id is None:
             raise ValueError(
                 "mask_documents needs model_args.bos_id, the id that begins a document"
             )
+        # the drafts' labels stay within a document even where attention does not
         if documents is None and bos_id is not None and (masked or self.mtp is not None):
             documents = document_ids(input_ids, bos_id)
-        masked_documents = documents if masked or self.mtp is None else None
-        masks = training_masks(self.config, input_ids, self.model_args.attention, masked_documents)
+        # documents that the caller gives restrict attention, except for a model with drafts, whose
+        # documents may be there for the labels alone
+        attention_documents = documents if masked or self.mtp is None else None
+        masks = training_masks(
+            self.config, input_ids, self.model_args.attention, attention_documents
+        )
         embedding = self.tok_embeddings(input_ids)
         if self.mtp is None or labels is None:
             layers = masks[: self.config.num_hidden_layers]
-            return self.from_embedding(embedding, rope, layers, labels, trained)
+            return self.from_embedding(embedding, cos_sin, layers, labels, label_count)
         return losses_with_drafts(
-            self, embedding, rope, masks, labels, trained, documents, masked_documents
+            self, embedding, cos_sin, masks, labels, label_count, documents, attention_documents
         )
 
     def from_embedding(
         self,
         embedding: Tensor,
-        rope: tuple[Tensor, Tensor],
+        cos_sin: tuple[Tensor, Tensor],
         masks: Any,
         labels: Tensor | None,
-        trained: int | None,
+        label_count: int | None,
     ) -> Tensor:
         """Return what `forward` does, from embeddings (B, S, D); models with other streams override it.
 
@@ -155,18 +160,19 @@ class TitanLaneformer(Laneformer):
             self.layers,
             self.config,
             embedding,
-            rope,
+            cos_sin,
             masks,
             share_equal_streams=True,
             lanes=self.lanes,
         )
-        return self.lm_head(h.expand(-1, -1, self.lanes.here, -1), self.norm, labels, trained)
+        return self.lm_head(h.expand(-1, -1, self.lanes.here, -1), self.norm, labels, label_count)
 
     def begin_step(self, step: int) -> None:
         """Prepare an optimizer step, counted from 1."""
         self.draft_weight = self.model_args.mtp.weight(step)
 
     def init_weights(self, buffer_device: torch.device | None = None) -> None:  # type: ignore[override]
+        """Draw every parameter by `init_seed`, as TorchTitan calls it; `buffer_device` is unused."""
         for name, parameter in self.named_parameters():
             # checkpointed layers have a wrapper in their names, which must not change the numbers
             # drawn

@@ -93,8 +93,8 @@ class LoopPasses(PassRunner):
         positions = torch.arange(len(ids))
         embedding = self.model.tok_embeddings(torch.tensor([ids]))
         masks = self.model.masks(positions, positions)
-        rope = rope_table(self.config, positions)
-        h, _ = run_layers(self.model.layers, self.config, embedding, rope, masks)
+        cos_sin = rope_table(self.config, positions)
+        h, _ = run_layers(self.model.layers, self.config, embedding, cos_sin, masks)
         return torch.cat([*logits_of(as_read(self.model), h)])
 
     @torch.inference_mode()

@@ -79,9 +79,11 @@ def module_late_logits(model, ids) -> np.ndarray:
     stream = model.tok_embeddings(rows)[:, :, None].expand(-1, -1, model.config.num_lanes, -1)
     sums = []
     positions = torch.arange(len(ids))
-    rope, masks = rope_table(model.config, positions), model.masks(positions, positions)
+    cos_sin, masks = rope_table(model.config, positions), model.masks(positions, positions)
     for layer, mask in zip(model.layers, masks, strict=True):
-        partial = layer.attention(layer.attention_norm(stream + sum(sums[:-1])), rope, mask, None)
+        partial = layer.attention(
+            layer.attention_norm(stream + sum(sums[:-1])), cos_sin, mask, None
+        )
         sums.append(partial.sum(2, keepdim=True))
         partial = layer.feed_forward(layer.ffn_norm(stream + sum(sums[:-1])))
         sums.append(partial.sum(2, keepdim=True))

@@ -3,7 +3,7 @@
     python -m tests.laneformer.titan.lane_ranks FOLDER
 
 Four gloo ranks, started once, compute one batch for each of RUNS. FOLDER/RUN.pt holds losses (B, S),
-the head's normalizers, and the whole gradient of each parameter.
+the head's `logit_stats`, and the whole gradient of each parameter.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def build(name) -> TitanLaneformer:
 
 
 def measure(model, part=0, parts=1) -> dict[str, Any]:
-    """Return losses, normalizers and gradients of one of `parts` equal parts of the batch."""
+    """Return losses, logit_stats and gradients of one of `parts` equal parts of the batch."""
     batch, weights = tokens(), torch.linspace(0.5, 1.5, BATCH * LENGTH).view(BATCH, LENGTH)
     labels = batch[:, 1:].clone()
     # ignored labels
@@ -94,7 +94,7 @@ def measure(model, part=0, parts=1) -> dict[str, Any]:
     whole = {
         name: g.full_tensor() if hasattr(g, "full_tensor") else g for name, g in gradients.items()
     }
-    return {"losses": losses.detach(), "normalizers": model.lm_head.normalizers, "gradients": whole}
+    return {"losses": losses.detach(), "logit_stats": model.lm_head.logit_stats, "gradients": whole}
 
 
 def one_case(name, dtype, mesh) -> dict[str, Any]:
@@ -105,9 +105,11 @@ def one_case(name, dtype, mesh) -> dict[str, Any]:
     # built without memory, split over ranks, then allocated and initialized, as a job does
     with torch.device("meta"):
         model = build(name)
-    lane_axis.give_lanes_to_ranks(model, mesh["tp"])
-    parallelize.checkpoint_and_compile(model, job)
-    lane_axis.attach_own_parts(model.tok_embeddings, *model.layers, model.norm, model.lm_head)
+    lane_axis.shard_lanes(model, mesh["tp"])
+    parallelize.wrap_and_compile_layers(model, job)
+    lane_axis.localize_before_forward(
+        model.tok_embeddings, *model.layers, model.norm, model.lm_head
+    )
     parallelize.apply_fsdp(model, mesh["fsdp"], job)
     model.to_empty(device="cpu")
     model.init_weights()
@@ -126,7 +128,7 @@ FAULTS: dict[str, tuple[Any, str, Any]] = {
         "Partial",
         Replicate,
     ),  # a gradient of what all ranks have is taken for the whole
-    "part_of_vocabulary": (lane_axis.LaneAxis, "combine_softmax_parts", lambda self, *parts: parts),
+    "part_of_vocabulary": (lane_axis.LaneAxis, "combine_softmax", lambda self, *parts: parts),
 }
 
 

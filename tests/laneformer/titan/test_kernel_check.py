@@ -11,7 +11,7 @@ from laneformer import LaneformerConfig
 from laneformer.titan import float8, fused_layer, kernel_check
 from laneformer.titan.float8 import RECIPES, Float8, Float8FeedForward, use_float8
 from laneformer.titan.kernel_check import with_working_kernels
-from laneformer.titan.parallelize import checkpoint_and_compile
+from laneformer.titan.parallelize import wrap_and_compile_layers
 from laneformer.titan.spec import LaneformerArgs, TitanLaneformer
 from tests.laneformer.titan.titan_assets import PlainJoinNorm
 from train.job_config import load_job
@@ -63,7 +63,7 @@ def check(job, attention="sdpa", join_norm="plain", float8=None) -> TitanLanefor
         )
         if float8 is not None:
             use_float8(model, float8)
-    return with_working_kernels(model, job, checkpoint_and_compile)
+    return with_working_kernels(model, job, wrap_and_compile_layers)
 
 
 @pytest.mark.parametrize(
@@ -84,7 +84,7 @@ def test_a_wrong_kernel_is_replaced(monkeypatch, flags, wrong):
         assert bool(model.fallback) == bool(error), model.fallback
         assert model.model_args.join_norm == ("plain" if error else "triton")
         prepared = copy.deepcopy(model)
-        checkpoint_and_compile(prepared, job)
+        wrap_and_compile_layers(prepared, job)
         compiled = prepared.layers[0]._compiled_call_impl is not None
         assert compiled == (job.compile.enable and not error)
         assert job.compile.components == ["model", "loss"], "the job is recorded as it was asked"

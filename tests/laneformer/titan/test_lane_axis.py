@@ -17,9 +17,9 @@ from torchtitan.config import JobConfig
 from torchtitan.tools.utils import set_default_dtype
 
 from laneformer.joins import MODULES, Join
-from laneformer.titan.lane_axis import attach_own_parts, check_lane_axis, give_lanes_to_ranks
+from laneformer.titan.lane_axis import check_lane_axis, localize_before_forward, shard_lanes
 from laneformer.titan.layer import TitanLayer
-from laneformer.titan.parallelize import checkpoint_and_compile, refuse_other_layers
+from laneformer.titan.parallelize import refuse_other_layers, wrap_and_compile_layers
 from tests.laneformer.titan.lane_ranks import CASES, RUNS, build, config, measure, tokens
 from tests.laneformer.titan.titan_assets import Watch, largest_difference
 
@@ -39,8 +39,8 @@ def alone():
 
 
 def flatten(results: dict[str, Any]) -> dict[str, torch.Tensor]:
-    denominators, peaks = results["normalizers"]
-    tensors = {"losses": results["losses"], "denominators": denominators, "peaks": peaks}
+    logsumexps, max_logits = results["logit_stats"]
+    tensors = {"losses": results["losses"], "logsumexps": logsumexps, "max_logits": max_logits}
     return tensors | results["gradients"]
 
 
@@ -53,7 +53,7 @@ def test_every_mesh_is_one_process(alone, tmp_path):
     assert child.returncode == 0, child.stderr[-3000:]
     for run in RUNS:
         actual, expected = flatten(torch.load(tmp_path / run.file)), dict(alone[run.case])
-        for name in ("denominators", "peaks"):  # rank 0 has those of its part of the batch
+        for name in ("logsumexps", "max_logits"):  # rank 0 has those of its part of the batch
             expected[name] = expected[name][: len(actual[name])]
         difference = largest_difference(actual, expected)
         if run.fault:
@@ -88,9 +88,9 @@ def test_late_sums_travel_while_layers_compute(tmp_path, case, late):
     try:
         model = build(case)
         model.init_weights()
-        give_lanes_to_ranks(model, init_device_mesh("cpu", (1,), mesh_dim_names=("tp",)))
-        checkpoint_and_compile(model, job)
-        attach_own_parts(model.tok_embeddings, *model.layers, model.norm, model.lm_head)
+        shard_lanes(model, init_device_mesh("cpu", (1,), mesh_dim_names=("tp",)))
+        wrap_and_compile_layers(model, job)
+        localize_before_forward(model.tok_embeddings, *model.layers, model.norm, model.lm_head)
         with Watch(under_way) as forward:
             losses = model(tokens()[:, :-1], tokens()[:, 1:])
         with Watch(under_way) as backward:

@@ -41,7 +41,7 @@ def model_and_batch(config=SMALL) -> tuple[TitanLaneformer, Tensor, Tensor]:
 @pytest.mark.parametrize("head", ["vocab_parallel", "replicate", "lane"])
 @pytest.mark.parametrize("z_weight", [0.0, 0.1])
 def test_losses_and_gradients_are_the_plain_models(head, z_weight):
-    # the z-loss, z_weight * log-denominator ** 2, adds to the gradients and not to the loss
+    # the z-loss, z_weight * logsumexp ** 2, adds to the gradients and not to the loss
     config = LaneformerConfig.from_dict({**SMALL.to_dict(), "lm_head_type": head})
     model, inputs, labels = model_and_batch(config)
     # 96 tokens: thirteen chunks and a rest
@@ -52,17 +52,19 @@ def test_losses_and_gradients_are_the_plain_models(head, z_weight):
     losses.sum().backward()
     logits = exact(inputs).flatten(0, 1)
     exact_losses = F.cross_entropy(logits, labels.flatten(), reduction="none")
-    denominators = logits.logsumexp(-1)
-    z_loss = z_weight * denominators[labels.flatten() != IGNORE_INDEX].square().sum()
+    logsumexps = logits.logsumexp(-1)
+    z_loss = z_weight * logsumexps[labels.flatten() != IGNORE_INDEX].square().sum()
     (exact_losses.sum() + z_loss).backward()
     assert losses.shape == labels.shape
     assert losses[0, 5] == 0
     assert (losses.flatten() - exact_losses).abs().max() < ROUNDING * exact_losses.max()
     assert largest_difference(gradients_of(model), gradients_of(exact)) < ROUNDING
     if z_weight:
-        normalizers = dict(zip(("denominators", "peaks"), model.lm_head.normalizers, strict=True))
-        expected = {"denominators": denominators, "peaks": logits.amax(-1)}
-        assert largest_difference(normalizers, expected) < ROUNDING
+        logit_stats = dict(
+            zip(("logsumexps", "max_logits"), model.lm_head.logit_stats, strict=True)
+        )
+        expected = {"logsumexps": logsumexps, "max_logits": logits.amax(-1)}
+        assert largest_difference(logit_stats, expected) < ROUNDING
         return
     with torch.no_grad():
         of_logits = F.cross_entropy(model(inputs).flatten(0, 1), labels.flatten(), reduction="sum")
@@ -77,25 +79,25 @@ def rows_of_head(operation, out) -> int:
     return out.shape[1] if is_head else 0
 
 
-@pytest.mark.parametrize("trained", [0, 1, 14, 15, 60, 96])
-def test_skipping_ignored_rows_changes_nothing(trained):
+@pytest.mark.parametrize("label_count", [0, 1, 14, 15, 60, 96])
+def test_skipping_ignored_rows_changes_nothing(label_count):
     # with and without the count, in float64; also the number of rows that the head scores
     model, inputs, labels = model_and_batch()
     model.double().lm_head.chunk_tokens = 14
     labels[0, 5] = inputs[0, 6]
-    ignored = torch.randperm(96, generator=torch.Generator().manual_seed(trained))[trained:]
+    ignored = torch.randperm(96, generator=torch.Generator().manual_seed(label_count))[label_count:]
     labels.view(-1)[ignored] = IGNORE_INDEX
     results, scored = [], []
-    for count in (None, trained):
+    for count in (None, label_count):
         with Watch(rows_of_head) as rows:
-            losses = model(inputs, labels, trained=count)
+            losses = model(inputs, labels, label_count=count)
         losses.sum().backward()
         scored.append(sum(rows.values))
         results.append([losses.detach(), *gradients_of(model).values()])
         model.zero_grad()
     for whole, skipped in zip(*results, strict=True):
         assert (whole - skipped).abs().max() <= 1e-13 * whole.abs().max()
-    assert scored == [96, min(max(-(-trained // 14), 1) * 14, 96)]
+    assert scored == [96, min(max(-(-label_count // 14), 1) * 14, 96)]
 
 
 def largest_bytes(operation, out) -> int:

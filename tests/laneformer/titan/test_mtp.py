@@ -119,7 +119,7 @@ def test_untrained_chunks_are_skipped(tokens):
     labels[:, 5:] = IGNORE_INDEX
     model(tokens[:, :-1], labels)
     expected = model.drafted.losses
-    model(tokens[:, :-1], labels, trained=int((labels != IGNORE_INDEX).sum()))
+    model(tokens[:, :-1], labels, label_count=int((labels != IGNORE_INDEX).sum()))
     assert (expected - model.drafted.losses).abs().max() < TOLERANCE
     assert not expected[:, :, 5:].any()
 

@@ -13,7 +13,7 @@ import time
 import pytest
 import torch
 
-from records.events import CRASHED, REFUSED, SUPERVISED, crash_on_record, read_outcome
+from records.events import CRASHED, REFUSED, SUPERVISED, read_outcome, record_crash
 from records.files import hold_lock, read_json
 from tests.train.runs import ROOT, run_job
 from tests.train.supervised import arguments, supervise
@@ -66,7 +66,7 @@ def test_what_is_refused(problem, starting, code, output, tmp_path, capsys):
     refused = starting and not isinstance(problem, RuntimeError)
     with (
         pytest.raises(SystemExit if refused else type(problem)) as ended,
-        crash_on_record(tmp_path, 1, lambda: 3, lambda: starting),
+        record_crash(tmp_path, 1, lambda: 3, lambda: starting),
     ):
         raise problem
     outcome = read_outcome(tmp_path)
@@ -81,10 +81,10 @@ def test_what_is_refused(problem, starting, code, output, tmp_path, capsys):
 def test_a_rank_that_finds_what_rank_0_does_not_speaks_for_itself(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("RANK", "3")
     monkeypatch.setattr("records.events.OTHER_RANKS_S", 0.0)
-    with pytest.raises(SystemExit), crash_on_record(tmp_path, 1, lambda: 0, lambda: True):
+    with pytest.raises(SystemExit), record_crash(tmp_path, 1, lambda: 0, lambda: True):
         raise ValueError("my shard\nis damaged")
     assert capsys.readouterr().err == "The job is refused: rank 3: my shard is damaged\n"
-    with pytest.raises(SystemExit), crash_on_record(tmp_path, 1, lambda: 0, lambda: True):
+    with pytest.raises(SystemExit), record_crash(tmp_path, 1, lambda: 0, lambda: True):
         raise ValueError("my shard is damaged")
     # it is on record
     assert capsys.readouterr().err == ""
