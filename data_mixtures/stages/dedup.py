@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
-from data_mixtures import recipe, shards
+from data_mixtures import document_ids, recipe, shards
 from data_mixtures.shards import Json
 from data_mixtures.stages import blocks, documents, quality, stage
 from data_mixtures.stages.documents import ALL, DEDUP, Grouped, files_of_all, of_all
@@ -48,13 +48,14 @@ class Signatures(Grouped):
         for member, _ in self.members(unit):
             path = stage.check_file(self.out, "filter", member, DOCUMENTS)
             for ids, texts, _ in documents.read_documents(path):
-                new = [int.from_bytes(identity[8:], "big") for identity in ids]
+                new = list(map(document_ids.low_half, ids))
                 hashes += map(sign, map(bytes.decode, texts), new)
                 lows += new
         rows = np.zeros(len(lows) * self.recipe.dedup.buckets, _BAND)
         rows["hash"] = np.concatenate(hashes)
-        limit = shards.find_held_out_limit(self.recipe.valid_per_10000_of(unit.source))
-        held_out = np.array(lows, np.uint64) < limit
+        held_out = document_ids.is_held_out(
+            np.array(lows, np.uint64), self.recipe.valid_per_10000_of(unit.source)
+        )
         for name, values in (("row", np.arange(len(lows))), ("held_out", held_out)):
             rows[name] = np.repeat(values, self.recipe.dedup.buckets)
         rows = rows[np.argsort(rows["hash"], kind="stable")]

@@ -19,6 +19,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import xxhash
 
+from data_mixtures.document_ids import shuffle_key
 from data_mixtures.readers.columns import encode_origin, origin_columns, read_values
 from data_mixtures.readers.local import group_by_size
 from data_mixtures.recipe import Recipe
@@ -26,7 +27,6 @@ from data_mixtures.shards import Json
 from data_mixtures.stages import decontaminate, quality, stage
 from data_mixtures.stages.quality import Step
 from data_mixtures.stages.stage import DOCUMENTS, RAW, Stage, Unit
-from data_mixtures.stages.tokenize import key_of_id
 
 REASONS = ("not_utf8", "empty", "too_short", "too_long", "not_kept", "contaminated")
 SCHEMA = pa.schema([("doc_id", pa.binary(16)), ("text", pa.string()), ("origin", pa.string())])
@@ -182,7 +182,7 @@ class DocumentFilter:
             utf8 = utf8 or text.encode()
             identity = xxhash.xxh3_128_digest(utf8)
             # keep those that the shuffle would put first
-            if self.below >= 2**64 or key_of_id(identity, self.recipe.seed) < self.below:
+            if self.below >= 2**64 or shuffle_key(identity, self.recipe.seed) < self.below:
                 chosen.append(Document(origin, text, utf8, identity))
         self._dropped["not_kept"] += len(documents) - len(chosen)
         return chosen

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from data_mixtures import mixture, packing, shards
+from data_mixtures import document_ids, mixture, packing, shards
 from data_mixtures.recipe import Recipe
 from data_mixtures.shards import Json
 from data_mixtures.stages import blocks, sorted_runs, stage
@@ -60,8 +60,9 @@ class OrderDocuments(Stage):
             parts = sorted_runs.read_slices(files, low, high)
         documents = sorted_runs.drop_duplicates(sorted_runs.in_order(parts))
         read_count = sum(map(len, parts))
-        limit = shards.find_held_out_limit(self.recipe.valid_per_10000_of(unit.source))
-        held_out = documents["low"] < np.uint64(limit)
+        held_out = document_ids.is_held_out(
+            documents["low"], self.recipe.valid_per_10000_of(unit.source)
+        )
         counts: Json = {"documents": read_count, "duplicate": read_count - len(documents)}
         for name, part in (("train", documents[~held_out]), ("valid", documents[held_out])):
             shards.save_array(folder / f"{name}.npy", with_columns(part, _PLACED))

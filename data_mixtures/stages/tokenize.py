@@ -17,6 +17,7 @@ import numpy as np
 import xxhash
 
 from data_mixtures import shards, tokenizer
+from data_mixtures.document_ids import is_held_out, low_half, shuffle_key
 from data_mixtures.recipe import Recipe, TokenizerFile, TokenizerTraining
 from data_mixtures.shards import Json
 from data_mixtures.stages import blocks, documents, stage
@@ -151,16 +152,11 @@ def describe(
     rows = np.zeros(len(ids), DOCUMENT)
     halves = np.frombuffer(b"".join(ids), ">u8").reshape(-1, 2)
     rows["high"], rows["low"] = halves.T
-    rows["key"] = [key_of_id(identity, seed) for identity in ids]
+    rows["key"] = [shuffle_key(identity, seed) for identity in ids]
     rows["length"] = lengths
     rows["bytes"] = list(map(len, texts))
     rows["origin_bytes"] = list(map(len, origins))
     return rows
-
-
-def key_of_id(identity: bytes, seed: int) -> int:
-    """Return the shuffle's sort key: xxh3_64 of the id's low half, little-endian."""
-    return xxhash.xxh3_64_intdigest(identity[:7:-1], seed=seed)
 
 
 def write_ordered(path: Path, unsorted: Path, sizes: np.ndarray, order: np.ndarray) -> None:
@@ -249,16 +245,16 @@ def first_documents(
     Args:
         documents: (id, text) in any order.
     """
-    held_out = shards.find_held_out_limit(_find_most_held_out(recipe))
+    held_out = _find_most_held_out(recipe)
     # negative, so that the last in the shuffle's order comes first
     heap: list[tuple[int, int, bytes]] = []
     ids = set[int]()
     size = 0
     for identity, text in documents:
         number = int.from_bytes(identity, "big")
-        if number % 2**64 < held_out or number in ids:
+        if is_held_out(low_half(identity), held_out) or number in ids:
             continue
-        heapq.heappush(heap, (-key_of_id(identity, recipe.seed), -number, text))
+        heapq.heappush(heap, (-shuffle_key(identity, recipe.seed), -number, text))
         ids.add(number)
         size += len(text)
         while heap and size - len(heap[0][2]) >= budget:
