@@ -112,21 +112,21 @@ def read_at(file: Any, place: int, into: memoryview) -> int:
 
 @contextmanager
 def open_files(
-    out: Path, stage_name: str, units: Iterable[Unit], name: str
+    out: Path, made_by: str, units: Iterable[Unit], name: str
 ) -> Iterator[list[CheckedFile]]:
     """Open file `name` of each unit; ValueError if one is missing or freed."""
     with ExitStack() as stack:
         files = []
         for unit in units:
-            folder = stage.unit_folder(out, stage_name, unit)
+            folder = stage.unit_folder(out, made_by, unit)
             paths = folder / name, folder / (name + HASHES)
             try:
                 data, hashes = (stack.enter_context(store.open_part(out, path)) for path in paths)
             except FileNotFoundError:
                 # raises the error that says so if it was not made yet, or was freed
-                stage.result(out, stage_name, unit)
+                stage.result(out, made_by, unit)
                 raise
-            files.append(CheckedFile((out, stage_name, unit), name, data, hashes))
+            files.append(CheckedFile((out, made_by, unit), name, data, hashes))
         yield files
 
 

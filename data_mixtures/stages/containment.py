@@ -61,10 +61,10 @@ class HeldOut(_Texts):
 
     name = HELD_OUT
 
-    def key(self, unit: Unit) -> str:
+    def result_key(self, unit: Unit) -> str:
         return stage.key_of(self.name, self.decides(unit))
 
-    def work(self, unit: Unit, folder: Path) -> Json:
+    def make(self, unit: Unit, folder: Path) -> Json:
         parts = [np.empty(0, _GRAM)]
         count = 0
         for numbers, texts in self.texts(unit, held_out=True):
@@ -119,10 +119,10 @@ class Scan(_Texts):
 
     name = SCAN
 
-    def key(self, unit: Unit) -> str:
+    def result_key(self, unit: Unit) -> str:
         return stage.key_of(self.name, self.decides(unit), files_of_all(self, HELD_OUT))
 
-    def work(self, unit: Unit, folder: Path) -> Json:
+    def make(self, unit: Unit, folder: Path) -> Json:
         index, _ = _index(self)
         in_training = np.zeros(len(index.grams), bool)
         if len(in_training):
@@ -140,13 +140,13 @@ class Contained(Grouped):
     def units(self) -> list[Unit]:
         return [ALL]
 
-    def key(self, unit: Unit) -> str:
+    def result_key(self, unit: Unit) -> str:
         filtered = [self.files(group) for group, _, _ in of_all(self, SCAN)]
         share = self.recipe.dedup.contained_share
         scanned = files_of_all(self, HELD_OUT), files_of_all(self, SCAN)
         return stage.key_of(self.name, share, filtered, *scanned)
 
-    def work(self, unit: Unit, folder: Path) -> Json:
+    def make(self, unit: Unit, folder: Path) -> Json:
         index, numbers = _index(self)
         first = index.first
         passages = index.passages

@@ -34,14 +34,14 @@ class Signatures(Grouped):
 
     name = SIGNATURES
 
-    def key(self, unit: Unit) -> str:
+    def result_key(self, unit: Unit) -> str:
         settings = asdict(self.recipe.dedup)
         del settings["minhash"], settings["contained_share"]
         packages = quality.versions(("datatrove", "spacy"))
         held_out = self.recipe.valid_per_10000_of(unit.source)
         return stage.key_of(self.name, settings, packages, held_out, self.files(unit))
 
-    def work(self, unit: Unit, folder: Path) -> Json:
+    def make(self, unit: Unit, folder: Path) -> Json:
         sign = signer(self.recipe.dedup)
         lows = list[int]()
         hashes = [np.empty(0, np.uint64)]
@@ -115,10 +115,10 @@ class Bands(Stage):
         count = sum(receipt["counts"]["documents"] for _, receipt, _ in of_all(self, SIGNATURES))
         return max(-(-count * self.recipe.dedup.buckets // ROWS_PER_RANGE), 1)
 
-    def key(self, unit: Unit) -> str:
+    def result_key(self, unit: Unit) -> str:
         return stage.key_of(self.name, unit.number, self.ranges(), files_of_all(self, SIGNATURES))
 
-    def work(self, unit: Unit, folder: Path) -> Json:
+    def make(self, unit: Unit, folder: Path) -> Json:
         count = self.ranges()
         low = unit.number * 2**64 // count
         high = (unit.number + 1) * 2**64 // count
@@ -156,12 +156,12 @@ class Dedup(Grouped):
     def _bands(self) -> list[Unit]:
         return Bands(self.recipe, self.out, self.sources).units()
 
-    def key(self, unit: Unit) -> str:
+    def result_key(self, unit: Unit) -> str:
         receipts = stage.receipts(self.out, BANDS, ALL.source, len(self._bands()))
         later = [receipt["files"] for receipt in receipts]
         return stage.key_of(self.name, str(unit), self.files(unit), later)
 
-    def work(self, unit: Unit, folder: Path) -> Json:
+    def make(self, unit: Unit, folder: Path) -> Json:
         # its rows of all ranges: every row is written once and read once
         _, receipt, first = next(group for group in of_all(self, SIGNATURES) if group[0] == unit)
         count = receipt["counts"]["documents"]

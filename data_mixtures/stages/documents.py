@@ -61,20 +61,20 @@ class Grouped(Stage):
         return [receipt["files"][DOCUMENTS] for _, receipt in self.members(unit)]
 
 
-def of_all(work: Stage, stage_name: str) -> Iterator[tuple[Unit, Json, int]]:
+def of_all(work: Stage, made_by: str) -> Iterator[tuple[Unit, Json, int]]:
     """Yield (group, receipt, number of its first document) of all sources in order."""
     first = 0
     for source in work.recipe.sources:
         count = groups(work.out, source.name)
-        receipts = stage.receipts(work.out, stage_name, source.name, count)
+        receipts = stage.receipts(work.out, made_by, source.name, count)
         for number, receipt in enumerate(receipts):
             yield Unit(source.name, number), receipt, first
             first += receipt["counts"]["documents"]
 
 
-def files_of_all(work: Stage, stage_name: str) -> list[Any]:
+def files_of_all(work: Stage, made_by: str) -> list[Any]:
     """Return what keys say about a stage's results for all groups."""
-    return [[str(unit), receipt["files"]] for unit, receipt, _ in of_all(work, stage_name)]
+    return [[str(unit), receipt["files"]] for unit, receipt, _ in of_all(work, made_by)]
 
 
 def write_rows(folder: Path, members: Sequence[tuple[Unit, Json]], numbers: np.ndarray) -> None:
@@ -94,8 +94,8 @@ def write_rows(folder: Path, members: Sequence[tuple[Unit, Json]], numbers: np.n
     shards.write_json(folder / UNITS, dict(zip(units, pairwise(places), strict=True)))
 
 
-def _rows(out: Path, stage_name: str, group: Unit, unit: Unit) -> np.ndarray:
-    folder, _ = stage.result(out, stage_name, group)
+def _rows(out: Path, made_by: str, group: Unit, unit: Unit) -> np.ndarray:
+    folder, _ = stage.result(out, made_by, group)
     rows, places = _load_rows(folder / UNITS)
     if str(unit) not in places:
         raise ValueError(
@@ -107,9 +107,9 @@ def _rows(out: Path, stage_name: str, group: Unit, unit: Unit) -> np.ndarray:
 @stage.cache_by_file
 def _load_rows(path: Path) -> tuple[np.ndarray, dict[str, list[int]]]:
     # DIR/dedup/web/unit-00000/units.json
-    out, stage_name, source, number = path.parents[3], *path.parts[-4:-1]
+    out, made_by, source, number = path.parents[3], *path.parts[-4:-1]
     group = Unit(source, shards.shard_number(number))
-    rows, units = (stage.check_file(out, stage_name, group, name) for name in (ROWS, UNITS))
+    rows, units = (stage.check_file(out, made_by, group, name) for name in (ROWS, UNITS))
     return np.load(rows), shards.read_json(units, "start again")
 
 

@@ -51,7 +51,7 @@ class Fetch(Stage):
     name = "fetch"
     mirror: str | None = None
 
-    def key(self, unit: Unit) -> str:
+    def result_key(self, unit: Unit) -> str:
         entry = stage.find_unit_plan(self.out, unit)
         if entry["kind"] == "local":
             return key_of(self.name, entry, self._portable(entry))
@@ -65,7 +65,7 @@ class Fetch(Stage):
         roots = local.roots(self.out, self.recipe.folder)
         return {name: local.portable(name, roots) for name, _, _ in entry["files"]}
 
-    def work(self, unit: Unit, folder: Path) -> Json:
+    def make(self, unit: Unit, folder: Path) -> Json:
         entry = stage.find_unit_plan(self.out, unit)
         target = folder / RAW
         if entry["kind"] == "resolved":

@@ -41,7 +41,7 @@ class Filter(Stage):
 
     name = "filter"
 
-    def key(self, unit: Unit) -> str:
+    def result_key(self, unit: Unit) -> str:
         entry = stage.find_unit_plan(self.out, unit)
         files = stage.receipt_of(self.out, "fetch", unit)["files"]
         recipe = self.recipe
@@ -53,7 +53,7 @@ class Filter(Stage):
         inputs = [_text_column(entry), index, entry.get("path"), self._rows_before(unit)]
         return stage.key_of(self.name, limits, part, steps, *inputs, files)
 
-    def work(self, unit: Unit, folder: Path) -> Json:
+    def make(self, unit: Unit, folder: Path) -> Json:
         raw = stage.check_file(self.out, "fetch", unit, RAW)
         index = decontaminate.load(self.out, self.recipe.filter.benchmarks)
         steps = quality.load(quality.steps_of(self.recipe, unit.source))

@@ -44,14 +44,14 @@ class OrderDocuments(Stage):
             for n in range(len(ranges_of(self.out, source)))
         ]
 
-    def key(self, unit: Unit) -> str:
+    def result_key(self, unit: Unit) -> str:
         indexes = [
             receipt["files"][INDEX] for receipt in sorted_runs.receipts(self.out, unit.source)
         ]
         held_out = self.recipe.valid_per_10000_of(unit.source)
         return stage.key_of(self.name, unit.number, held_out, indexes)
 
-    def work(self, unit: Unit, folder: Path) -> Json:
+    def make(self, unit: Unit, folder: Path) -> Json:
         # a range of keys is one slice of every run; the source's order is the merge of such slices
         low, high = ranges_of(self.out, unit.source)[unit.number]
         # merges the indexes only, no tokens
@@ -111,7 +111,7 @@ class WriteShards(Stage):
     def _orders(self, source: str) -> tuple[Json, ...]:
         return receipts(self.out, ORDER, source, len(ranges_of(self.out, source)))
 
-    def key(self, unit: Unit) -> str:
+    def result_key(self, unit: Unit) -> str:
         order = [receipt["files"] for receipt in self._orders(unit.source)]
         runs = sorted_runs.receipts(self.out, unit.source)
         run_files = [[receipt["files"][name] for name in SLICED] for receipt in runs]
@@ -119,7 +119,7 @@ class WriteShards(Stage):
             self.name, unit.number, layout(self.recipe, unit.source), order, run_files
         )
 
-    def work(self, unit: Unit, folder: Path) -> Json:
+    def make(self, unit: Unit, folder: Path) -> Json:
         part = "train" if unit.number < self.shards(unit.source) else "valid"
         path = folder / (f"shard-{unit.number:05d}.bin" if part == "train" else shards.VALID)
         write = (

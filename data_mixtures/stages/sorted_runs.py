@@ -66,7 +66,7 @@ class Runs(Stage):
         by_source = [find_units(self.out, source) for source in self.sources]
         return list(chain.from_iterable(units for name, units in by_source if name == self.name))
 
-    def key(self, unit: Unit) -> str:
+    def result_key(self, unit: Unit) -> str:
         return stage.key_of(
             self.name, [receipt["files"] for _, receipt in self._list_members(unit)]
         )
@@ -75,7 +75,7 @@ class Runs(Stage):
         group = groups(self.out, unit.source)[unit.number]
         return [(unit, stage.receipt_of(self.out, "tokenize", unit)) for unit in group]
 
-    def work(self, unit: Unit, folder: Path) -> Json:
+    def make(self, unit: Unit, folder: Path) -> Json:
         group, receipts = zip(*self._list_members(unit), strict=True)
         names = "documents", "tokens", "bytes"
         total = {name: sum(receipt["counts"][name] for receipt in receipts) for name in names}

@@ -40,7 +40,7 @@ class Tokenize(Stage):
 
     name = "tokenize"
 
-    def key(self, unit: Unit) -> str:
+    def result_key(self, unit: Unit) -> str:
         filtered = stage.receipt_of(self.out, "filter", unit)["files"][DOCUMENTS]
         rows = np.concatenate(
             list(documents.find_left_out(self.recipe, self.out, unit).values())
@@ -54,7 +54,7 @@ class Tokenize(Stage):
         ]
         return stage.key_of(self.name, decides, filtered)
 
-    def work(self, unit: Unit, folder: Path) -> Json:
+    def make(self, unit: Unit, folder: Path) -> Json:
         return self._work(unit, folder, fast=True) or self._work(unit, folder, fast=False)
 
     def _work(self, unit: Unit, folder: Path, fast: bool) -> Json:

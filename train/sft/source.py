@@ -90,7 +90,7 @@ def prepare(
         "windows_per_shard": WINDOWS_PER_SHARD,
         "documents": len(conversations),
         "tokens": sum(len(chat.ids) for chat in conversations),
-        "trained_tokens": int(sum(chat.trained.sum() for chat in conversations)),
+        "trained_tokens": int(sum(chat.loss_mask.sum() for chat in conversations)),
         **counts,
         "windows": sum(entry["windows"] for entry in entries),
         "shards": entries,
@@ -150,7 +150,7 @@ def _read(
                 reasons["duplicate"] += 1
                 dropped_bytes["duplicate"] += size_bytes
                 # what one copy excludes, whatever the order of rows
-                first.trained[:] &= chat.trained
+                first.loss_mask[:] &= chat.loss_mask
     # by key: the same whatever the order of rows and files
     ordered = [by_key[key] for key in sorted(by_key)]
     counts = {
