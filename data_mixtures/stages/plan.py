@@ -46,8 +46,8 @@ def make(recipe: Recipe, out: Path, names: Iterable[str], mirror: str | None = N
     if recipe.corpus is not None and on_disk:
         _write_corpus(recipe.corpus, out / "corpus")
     remote = [each for each in chosen if isinstance(each, HubSource)]
-    # an equal spec keeps its plan: a branch such as `main` stays at the commit that it was then. Local files are
-    # listed every time
+    # an equal spec keeps its plan: a branch such as `main` is not resolved again, and stays at the commit that it
+    # was then (`revision` in plan.json, which the table of `plan` shows). Local files are listed every time
     new = [each for each in remote if before.get(each.name, {}).get("spec") != _spec(each)]
     planned = _plan_hub(hub.origin(mirror), new) if new else {}
     planned |= _plan_each(on_disk, lambda source: _local(source, local.roots(out, recipe.folder)))
