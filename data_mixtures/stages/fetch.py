@@ -89,17 +89,17 @@ class Fetch(Stage):
         )
 
     def _download(self, planned: Json, entry: Json, target: Path) -> Json:
-        origin = hub.origin(self.mirror)
+        host = hub.connect(self.mirror)
         repo = planned["repo"]
         revision = planned["revision"]
         where = f"{repo}/{entry['path']}"
 
         def download() -> Json:
-            origin.fetch(repo, revision, entry["path"], target)
+            host.fetch(repo, revision, entry["path"], target)
             return check(target, entry, where)
 
         try:
-            return _retry(download, target, origin.remote)
+            return _retry(download, target, host.remote)
         except (FileNotFoundError, hub_errors.EntryNotFoundError) as error:
             gone = f"{where} @ {revision} is planned and no longer there"
             raise ValueError(
@@ -117,7 +117,7 @@ class Fetch(Stage):
     def check_room(self, budget_bytes: int | None) -> None:
         """Raise ValueError if the units to fetch exceed the budget or the free disk."""
         fetched_bytes = needed_bytes = linked_bytes = 0
-        linked = self.mirror is not None and not hub.origin(self.mirror).remote
+        linked = self.mirror is not None and not hub.connect(self.mirror).remote
         for unit in self.units():
             entry = stage.find_unit_plan(self.out, unit)
             if is_done(self, unit):

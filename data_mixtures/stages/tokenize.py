@@ -25,8 +25,9 @@ from data_mixtures.stages.stage import DOCUMENTS, Stage, Unit
 from records.files import file_sha256, write_atomically
 
 INDEX, TOKENS, ORIGINS = SLICED = "documents.npy", "tokens.bin", "origins.bin"
-# start and length are of its tokens, in tokens; origin and origin_bytes of the JSON that says
-# where it came from
+# key, high, low: see `document_ids`. start and length are of its tokens, in tokens of tokens.bin;
+# origin and origin_bytes of the JSON that says where it came from, in bytes of origins.bin; bytes is
+# the size of its text
 _COLUMNS = ("key", "high", "low", "start", "origin"), ("length", "bytes", "origin_bytes")
 DOCUMENT = np.dtype(
     [(name, kind) for names, kind in zip(_COLUMNS, ("<u8", "<u4"), strict=True) for name in names]
