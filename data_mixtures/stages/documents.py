@@ -1,7 +1,7 @@
 """Documents kept by the filter, and which of them are left out of the tokens.
 
-Left out are near copies (`dedup`), held-out text that is also in training (`containment`), and
-repeated n-grams.
+Left out are near copies (`dedup`) and held-out text that is also in training (`containment`);
+`tokenize` also drops documents with repeated n-grams (`repeats`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ DEDUP, CONTAINED = "dedup", "contained"
 NEAR_DUPLICATE = "near_duplicate"
 ALL = Unit("all", 0)
 ROWS, UNITS = "rows.npy", "units.json"
-MAX_PERIOD, TIMES = 13, 32  # of repeated n-grams: tokens, and how often in a row
 # of a source, at most; a group's signatures stay below half a gigabyte
 GROUPS, UNITS_PER_GROUP = 64, 128
 _BATCH_ROWS = 256
@@ -147,22 +146,3 @@ def read_documents(path: Path, without: Any = ()) -> Iterator[Documents]:
                 batch.column(name).cast(pa.binary()).to_pylist() for name in COLUMNS
             )
             yield ids, texts, origins
-
-
-def with_repeats(tokens: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """Return which of the consecutive documents hold many repeats of an n-gram: bool (documents,)."""
-    # The rule of OLMo-core's InstanceFilterConfig, which masks such windows while training because
-    # they cause loss spikes: 1 to 13 tokens, 32 times in a row, such as "ha ha ha" or an empty
-    # table. Here the document is dropped before the shuffle: windows are fixed by the stream of
-    # tokens, so to leave one out would leave out the ends of two other documents with it.
-    ends = np.cumsum(lengths, dtype=np.int64)
-    has_run = np.zeros(len(lengths), bool)
-    for period in range(1, MAX_PERIOD + 1):
-        # in a run, token i equals token i + period, which sums tell
-        shortest = (TIMES - 1) * period
-        repeats = tokens[:-period] == tokens[period:]
-        equal = np.cumsum(np.append(False, repeats), dtype=np.int32)
-        starts = np.flatnonzero(equal[shortest:] - equal[:-shortest] == shortest)
-        document = np.searchsorted(ends, starts, side="right")
-        has_run[document[starts + shortest + period <= ends[document]]] = True
-    return has_run

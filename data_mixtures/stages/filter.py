@@ -45,7 +45,7 @@ class Filter(Stage):
         entry = stage.find_unit_plan(self.out, unit)
         files = stage.receipt_of(self.out, "fetch", unit)["files"]
         recipe = self.recipe
-        keep = self.recipe.source(unit.source).keep
+        keep = recipe.source(unit.source).keep
         limits = [recipe.filter.min_chars, recipe.filter.max_chars, recipe.max_document_chars]
         part = [keep, recipe.seed] if keep < 1 else []
         index = decontaminate.identity(self.out, recipe.filter.benchmarks)

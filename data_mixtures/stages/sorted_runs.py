@@ -83,8 +83,10 @@ class Runs(Stage):
 
     def make(self, unit: Unit, folder: Path) -> Json:
         group, receipts = zip(*self._list_members(unit), strict=True)
-        names = "documents", "tokens", "bytes"
-        total = {name: sum(receipt["counts"][name] for receipt in receipts) for name in names}
+        total = {
+            name: sum(receipt["counts"][name] for receipt in receipts)
+            for name in ("documents", "tokens", "bytes")
+        }
         with ExitStack() as stack:
             inputs = {
                 n: stack.enter_context(blocks.open_files(self.out, "tokenize", group, n))

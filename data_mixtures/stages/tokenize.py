@@ -20,7 +20,7 @@ from data_mixtures import shards, tokenizer
 from data_mixtures.document_ids import is_held_out, low_half, shuffle_key
 from data_mixtures.recipe import Recipe, TokenizerFile, TokenizerTraining
 from data_mixtures.shards import Json
-from data_mixtures.stages import blocks, documents, stage
+from data_mixtures.stages import blocks, documents, repeats, stage
 from data_mixtures.stages.stage import DOCUMENTS, Stage, Unit
 from records.files import file_sha256, write_atomically
 
@@ -56,9 +56,10 @@ class Tokenize(Stage):
         return stage.key_of(self.name, decides, filtered)
 
     def make(self, unit: Unit, folder: Path) -> Json:
-        return self._work(unit, folder, fast=True) or self._work(unit, folder, fast=False)
+        # after an inexact fast encoding, every file of the folder is written again from its beginning
+        return self._encode(unit, folder, fast=True) or self._encode(unit, folder, fast=False)
 
-    def _work(self, unit: Unit, folder: Path, fast: bool) -> Json:
+    def _encode(self, unit: Unit, folder: Path, fast: bool) -> Json:
         """Return the counts, or {} if the fast encoder must not be used for this unit."""
         encoder = _load_tokenizer(shards.tokenizer_path(self.out), tuple(_hashes(self.out)))
         rows = []
@@ -76,7 +77,7 @@ class Tokenize(Stage):
                 origin_file.writelines(origins)
                 rows.append(describe(ids, self.recipe.seed, lengths, texts, origins))
                 looping.append(
-                    documents.with_repeats(tokens, lengths)
+                    repeats.with_repeats(tokens, lengths)
                     if drop_repeats
                     else np.zeros(len(ids), bool)
                 )
@@ -151,8 +152,7 @@ def describe(
 ) -> np.ndarray:
     """Return the unordered rows of documents.npy (DOCUMENT)."""
     rows = np.zeros(len(ids), DOCUMENT)
-    halves = np.frombuffer(b"".join(ids), ">u8").reshape(-1, 2)
-    rows["high"], rows["low"] = halves.T
+    rows["high"], rows["low"] = np.frombuffer(b"".join(ids), ">u8").reshape(-1, 2).T
     rows["key"] = [shuffle_key(identity, seed) for identity in ids]
     rows["length"] = lengths
     rows["bytes"] = list(map(len, texts))

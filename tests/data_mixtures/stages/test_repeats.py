@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from data_mixtures.stages.documents import MAX_PERIOD, TIMES, with_repeats
+from data_mixtures.stages.repeats import MAX_PERIOD, TIMES, with_repeats
 
 
 def plainly(document: list[int]) -> bool:
