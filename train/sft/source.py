@@ -66,11 +66,7 @@ def prepare(
     _check_dropped(folder.name, counts, max_dropped)
     # by content: a conversation is on the same side whatever else the source holds
     train, valid = (
-        [
-            chat
-            for chat in conversations
-            if is_held_out(chat.key % 2**64, rules.valid_per_10000) == held_out
-        ]
+        [c for c in conversations if is_held_out(c.key % 2**64, rules.valid_per_10000) == held_out]
         for held_out in (False, True)
     )
     if not train or not valid:
