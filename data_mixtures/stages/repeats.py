@@ -13,7 +13,7 @@ import numpy as np
 MAX_PERIOD, TIMES = 13, 32  # tokens, and how often in a row
 
 
-def with_repeats(tokens: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+def find_repeats(tokens: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     """Return which of the consecutive documents hold many repeats of an n-gram: bool (documents,)."""
     ends = np.cumsum(lengths, dtype=np.int64)
     has_run = np.zeros(len(lengths), bool)

@@ -77,7 +77,7 @@ class Tokenize(Stage):
                 origin_file.writelines(origins)
                 rows.append(describe(ids, self.recipe.seed, lengths, texts, origins))
                 looping.append(
-                    repeats.with_repeats(tokens, lengths)
+                    repeats.find_repeats(tokens, lengths)
                     if drop_repeats
                     else np.zeros(len(ids), bool)
                 )
