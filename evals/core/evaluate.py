@@ -22,7 +22,7 @@ from evals.scorer import Encoder, Scorer, Scores, score_each
 from evals.tables import console, show_table
 from records.evals import Limit, check_range, optional
 from records.files import JsonObject
-from records.items import gold_bits, mean_of_bits
+from records.items import error_of_mean, gold_bits, mean_of_bits
 
 VERSIONS = ("v1", "v2")
 # one item: group, right, losses (nats per token of each option), gold, its nats and bytes
@@ -182,7 +182,7 @@ def average_centered(
                 figures_by_task[task.label]["standard_error"] / (1 - baseline(task, version))
                 for task in members
             ]
-            error = math.sqrt(math.fsum(e**2 for e in errors)) / len(members)
+            error = error_of_mean(errors)
         figures |= {f"{name}_{version}": mean, f"{name}_{version}_se": error}
     return figures
 
