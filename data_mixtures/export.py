@@ -93,9 +93,9 @@ class MixtureNode(BaseNode[Row]):
     def get_state(self) -> dict[str, Any]:
         # global sequences, not this rank's: any number of ranks can continue from them
         used = self.mixture.windows_per_source(self.sequences)
-        read_files = {
-            name: self.mixture.read_files(name, windows)
+        files_read = {
+            name: self.mixture.identify_files_read(name, windows)
             for name, windows in used.items()
             if windows
         }
-        return {"sequences": self.sequences, "rule": self.mixture.rule, "read": read_files}
+        return {"sequences": self.sequences, "rule": self.mixture.rule, "read": files_read}

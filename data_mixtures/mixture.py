@@ -125,7 +125,7 @@ class Mixture:
             source["name"]: source["content_sha256"] for source in sources
         }
         self.weights: tuple[int, ...] = tuple(source["weight"] for source in sources)
-        self._places, self._ranks = order.pattern(self.weights)
+        self._places, self._earlier_in_block = order.pattern(self.weights)
         self._offsets = np.zeros(len(sources), dtype=np.int64)
         numbers = [[source[key] for key in ("windows", "epoch_cap")] for source in sources]
         self._windows, self._caps = np.array(numbers, dtype=np.int64).T
@@ -140,16 +140,16 @@ class Mixture:
         self._file_names = [shard["name"] for _, shard in files]
         self._file_sha256 = [shard["sha256"] for _, shard in files]
         self._decides = [lock[key] for key in ("seed", "seq_len", "packing", "tokenizer_sha256")]
-        # epoch 0: how many windows a file has, the step between those that are read in a row, and
-        # the first of them
+        # how epoch 0 walks through each file: (its windows, the stride between two that are read one
+        # after the other, the first of them)
         owners = np.searchsorted(self._source_begins, self._file_begins, side="right") - 1
-        steps = []
+        walks = []
         for owner, name, count in zip(
             owners.tolist(), self._file_names, lengths.tolist(), strict=True
         ):
             first = order.begin(self.seed, self.source_names[owner], name, count)
-            steps.append((count, order.stride(count), first))
-        self._steps = np.array(steps, dtype=np.int64)
+            walks.append((count, order.stride(count), first))
+        self._walks = np.array(walks, dtype=np.int64)
 
     @classmethod
     def open(cls, lock_path: str | Path, offsets: Mapping[str, int] | None = None) -> Mixture:
@@ -236,12 +236,15 @@ class Mixture:
 
     @property
     def rule(self) -> str:
-        """The identity (hex) of how sequences are drawn: weights, seed and cuts, not the text."""
+        """The identity (hex) of how sequences are drawn: weights, seed and cuts, not the text.
+
+        Checkpoints hold it, so what it hashes must keep its form.
+        """
         weights = [pair for pair in zip(self.source_names, self.weights, strict=True) if pair[1]]
         # 0: folders of before had segments
         return _digest([order.RULE, self._decides, [[0, weights]]])
 
-    def read_files(self, source: str, windows: int) -> list[str]:
+    def identify_files_read(self, source: str, windows: int) -> list[str]:
         """Return identities (hex) of the files that decide a source's first `windows` windows.
 
         After the first epoch, they include the whole source. Equal beginnings give the same windows.
@@ -252,21 +255,21 @@ class Mixture:
         first = int(np.searchsorted(self._file_begins, begin))
         last = int(np.searchsorted(self._file_begins, begin + min(windows, total)))
         whole_source = [f"all {total}"] if windows > total else []
-        files = zip(self._file_names, self._steps[:, 0].tolist(), self._file_sha256, strict=True)
+        files = zip(self._file_names, self._walks[:, 0].tolist(), self._file_sha256, strict=True)
         identities = [_digest([self._decides, source, *facts]) for facts in list(files)[first:last]]
         return identities + whole_source
 
     def check_continues(self, source: str, windows: int, recorded: Sequence[str] | None) -> None:
-        """Raise ValueError unless `recorded` (`read_files` of then, or None) is the current data."""
+        """Raise ValueError unless `recorded` (`identify_files_read` of then, or None) is the current data."""
         # reading on in changed files would repeat some windows and never read others, unseen
-        current = self.read_files(source, windows)
+        current = self.identify_files_read(source, windows)
         if current == recorded:
             return
         pairs = enumerate(zip(current, recorded or [], strict=False))
         shared_files = next((n for n, (now, before) in pairs if now != before), len(current))
         begin = int(self._source_begins[self.source_names.index(source)])
         first = int(np.searchsorted(self._file_begins, begin))
-        file_windows = self._steps[first : first + shared_files, 0]
+        file_windows = self._walks[first : first + shared_files, 0]
         shared_windows = min(windows, int(file_windows.sum())) if recorded else 0
         raise ValueError(
             f"source {source!r} is not the one of which {windows} windows were read: {shared_windows} of these lie "
@@ -279,11 +282,17 @@ class Mixture:
 
     def _find(self, g: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
         """Return source, file, window in the file, and epoch of global sequences: int64 (n,) each."""
-        # the symbols of the docstring of `order`: block b, place r, source s = P[r], item j
+        # The symbols of the docstring of `order`: g = b M + r, s = P[r], j = offset_s + b w_s + R[r],
+        # and j = e n_s + i: the i-th window that epoch e reads of the n_s of the source.
         block, place = np.divmod(g, len(self._places))
         index = self._places[place]
-        items = self._offsets[index] + block * np.array(self.weights)[index] + self._ranks[place]
+        items = (
+            self._offsets[index]
+            + block * np.array(self.weights)[index]
+            + self._earlier_in_block[place]
+        )
         epochs, window = np.divmod(items, self._windows[index])
+        # from epoch 1 on it is window pi(i) of the source: a keyed permutation of all its files
         for at in np.flatnonzero(epochs).tolist():
             source = index[at]
             keys = order.round_keys(self.seed, self.source_names[source], int(epochs[at]))
@@ -291,9 +300,12 @@ class Mixture:
         window = np.asarray(window + self._source_begins[index])
         file = np.searchsorted(self._file_begins, window, side="right") - 1
         window -= self._file_begins[file]
-        count, stride, begin = self._steps[file].T
-        strided = (window * stride + begin) % count
-        return index, file, np.where(epochs == 0, strided, window), epochs
+        # in epoch 0 pi stays within a file: i tells the file and the step k of its walk, which is at
+        # window (f + k d) mod n of its n, from the first window f on. The stride d and n have no
+        # common factor, so the walk meets each window once
+        count, stride, first = self._walks[file].T
+        walked = (window * stride + first) % count
+        return index, file, np.where(epochs == 0, walked, window), epochs
 
 
 def _open_source(lock_path: Path, entry: Json) -> list[TokenFile]:

@@ -17,19 +17,19 @@ from data_mixtures.mixture import BEGINS, TRAINED
 
 
 class Text(Protocol):
-    """ids: unsigned integers (n,). trained: bool (n,), which of them count as labels."""
+    """ids: unsigned integers (n,). loss_mask: bool (n,), which of them count as labels."""
 
     @property
     def ids(self) -> np.ndarray: ...
     @property
-    def trained(self) -> np.ndarray: ...
+    def loss_mask(self) -> np.ndarray: ...
 
 
 class Piece(NamedTuple):
     """A document, or a part of one longer than a window."""
 
     ids: np.ndarray
-    trained: np.ndarray
+    loss_mask: np.ndarray
 
 
 class Packed(NamedTuple):
@@ -75,10 +75,13 @@ def pack(lengths: Sequence[int], size: int) -> list[list[int]]:
     return windows
 
 
-def shuffle_windows(windows: list[list[int]], keys: Sequence[int], seed: int) -> list[list[int]]:
-    """Return the windows in the order of epoch 0, by seed and first text."""
+def shuffle_windows(
+    windows: list[list[int]], text_ids: Sequence[int], seed: int
+) -> list[list[int]]:
+    """Return the windows in the order of epoch 0, by seed and the id of their first text."""
     return sorted(
-        windows, key=lambda window: xxhash.xxh3_64_intdigest(f"{seed}/{keys[window[0]]}".encode())
+        windows,
+        key=lambda window: xxhash.xxh3_64_intdigest(f"{seed}/{text_ids[window[0]]}".encode()),
     )
 
 
@@ -89,10 +92,10 @@ def streams(
     tokens, flags = np.zeros((2, len(windows) * size + 1), dtype)
     for number, window in enumerate(windows):
         at = number * size
-        for ids, trained in ((texts[item].ids, texts[item].trained) for item in window):
+        for ids, loss_mask in ((texts[item].ids, texts[item].loss_mask) for item in window):
             span = slice(at, at + len(ids))
             tokens[span] = ids
-            flags[span] = trained * TRAINED
+            flags[span] = loss_mask * TRAINED
             flags[at] |= BEGINS
             at = span.stop
         # here begins padding, or the next window
@@ -102,12 +105,12 @@ def streams(
 
 
 def best_fit(
-    stream: np.ndarray, lengths: np.ndarray, keys: np.ndarray, size: int, seed: int
+    stream: np.ndarray, lengths: np.ndarray, document_ids: np.ndarray, size: int, seed: int
 ) -> Packed:
     """Pack consecutive documents of `stream` into windows.
 
     Args:
-        keys: the documents' ids.
+        document_ids: int (documents,), each its own: they decide the order of the windows.
     """
     # a longer document than a window is cut into whole windows and a rest, which share one token
     # with the piece before: so each of a document's tokens but its first is a label once
@@ -125,7 +128,7 @@ def best_fit(
             owners.append(document)
             first.append(at == begin)
     windows = pack([len(piece.ids) for piece in pieces], size)
-    windows = shuffle_windows(windows, keys[owners].tolist() if owners else [], seed)
+    windows = shuffle_windows(windows, document_ids[owners].tolist() if owners else [], seed)
     order = [owners[item] for item in chain.from_iterable(windows) if first[item]]
     tokens, flags = (
         streams(windows, pieces, size, stream.dtype) if windows else (stream[:0], stream[:0])

@@ -174,7 +174,7 @@ class Filter:
     steps: tuple[str | dict, ...] = ()
     """Filters of datatrove, in order: names, or { name = ..., argument = ... }. docs/data.md lists them"""
     repeated_ngrams: Switch = False
-    """Drop documents in which up to 13 tokens are repeated 32 times in a row"""
+    """Drop documents in which up to 13 tokens are repeated 32 times in a row; `tokenize` looks for them"""
     benchmarks: Mapping[str, str] = field(default_factory=dict)
     """[filter.benchmarks]: name = file or glob (JSON lines, Parquet); documents with an item are dropped"""
 

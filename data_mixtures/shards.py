@@ -45,11 +45,6 @@ _CONTENT = ("windows", "seed", "seq_len", *TOKENIZER_FACTS)
 _CONTENT_OF_FILE = ("bytes", "windows", "sha256", "xxh3_blocks")
 
 
-def find_held_out_limit(valid_per_10000: int) -> int:
-    """Return the limit below which the ids of held-out documents lie."""
-    return valid_per_10000 * 2**64 // 10_000
-
-
 def token_dtype(entry: Json) -> np.dtype:
     """Return the dtype of an entry's tokens; ValueError unless it is <u2 or <u4."""
     # an empty file has no width

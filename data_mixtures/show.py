@@ -33,7 +33,7 @@ from rich.progress import track
 from data_mixtures import shards, tokenizer
 from data_mixtures.mixture import BEGINS, CONVERSATIONS, Mixture, read_lock
 from data_mixtures.shards import Json
-from records import skips
+from records.attempts import Reading, attempt_of, read_attempts
 from records.files import read_lines
 
 T = TypeVar("T")
@@ -76,7 +76,7 @@ def run(question: Question, console: Console) -> None:
         raise ValueError(
             f"{question.data} does not exist; give a lock file (phase1.lock.json) or a run folder"
         )
-    attempts = skips.read_attempts(question.data) if question.data.is_dir() else []
+    attempts = read_attempts(question.data) if question.data.is_dir() else []
     if question.document or question.origin:
         lock = attempts[-1].lock if attempts else question.data
         results = find_documents(lock, question.document, question.origin, Console(stderr=True))
@@ -93,7 +93,7 @@ def run(question: Question, console: Console) -> None:
         )
 
 
-def _batches(question: Question, attempts: list[skips.Reading]) -> list[Batch]:
+def _batches(question: Question, attempts: list[Reading]) -> list[Batch]:
     step = question.step
     sequence = question.sequence
     if question.bad_step is not None:
@@ -110,7 +110,7 @@ def _batches(question: Question, attempts: list[skips.Reading]) -> list[Batch]:
     if step is None:
         numbers = np.array([sequence])
     elif attempts:
-        reading = skips.attempt_of(attempts, step)
+        reading = attempt_of(attempts, step)
         numbers = reading.numbers(step)
     elif question.global_batch:
         numbers = np.arange((step - 1) * question.global_batch, step * question.global_batch)
@@ -125,7 +125,7 @@ def _batches(question: Question, attempts: list[skips.Reading]) -> list[Batch]:
     return [(reading.lock, reading.offsets, numbers) if reading else (question.data, {}, numbers)]
 
 
-def _find_refused_batches(question: Question, attempts: list[skips.Reading]) -> list[Batch]:
+def _find_refused_batches(question: Question, attempts: list[Reading]) -> list[Batch]:
     batches = []
     for event in read_lines(question.data / "events.jsonl"):
         if event.get("kind") == "bad_step" and event["step"] == question.bad_step:

@@ -24,7 +24,7 @@ import fsspec
 from data_mixtures.readers.unpack import explain_errors
 from records.files import hold_lock, host_name
 
-# the file .url of a copy names its origin
+# a folder that holds the file .url is a copy: the file holds the URL of its store
 MARK, RECEIPT, MANIFEST, LOCK = ".url", "receipt.json", "source.json", ".lock"
 KEPT_BYTES = 4 << 30
 # a URL, and a name of the moment: what a worker has of an earlier one is not used
@@ -180,11 +180,12 @@ def url_of(out: Path) -> str | None:
     return f"{match[1]}://{match[2]}" if match else None
 
 
+# of every folder that this process has asked for, as the system of a store and its listings are kept
 _stores: dict[Path, Store | None] = {}
 
 
 def of(out: Path) -> Store | None:
-    """Return the store that a folder is a copy of; None for an ordinary folder."""
+    """Return the store that a folder is a copy of, by its file .url; None for an ordinary folder."""
     if out not in _stores:
         mark = out / MARK
         _stores[out] = Store(out, mark.read_text(encoding="utf-8")) if mark.is_file() else None

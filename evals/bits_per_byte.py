@@ -22,7 +22,15 @@ from rich.progress import track
 from data_mixtures.mixture import valid_windows
 from data_mixtures.shards import read_manifests, tokenizer_path
 from evals.items import Partial, open_partial
-from evals.scorer import LOCAL, Prompt, Scorer, SourceFlags, open_scorer, origin, score_each
+from evals.scorer import (
+    LOCAL,
+    AnswererFlags,
+    Prompt,
+    Scorer,
+    identify_model,
+    open_scorer,
+    score_each,
+)
 from evals.tables import console, show_table
 from records.evals import (
     NOWHERE,
@@ -177,7 +185,7 @@ def main(
     hf_dir: ModelFolder,
     data: Path,
     limit: Limit = None,
-    source: SourceFlags = LOCAL,
+    answerer: AnswererFlags = LOCAL,
     about: AboutFlags = NOWHERE,
 ) -> JsonObject:
     """Bits per byte of a model on the held-out windows of each source. The last line on stdout
@@ -190,8 +198,8 @@ def main(
     check_range(1, limit=limit)
     rows, categories = load_windows(data, limit)
     token_bytes = load_token_bytes(hf_dir, data)
-    scorer = open_scorer(hf_dir, source)
-    who = origin(hf_dir, scorer) | {"tokenizer_sha256": file_sha256(tokenizer_path(data))}
+    scorer = open_scorer(hf_dir, answerer)
+    who = identify_model(hf_dir, scorer) | {"tokenizer_sha256": file_sha256(tokenizer_path(data))}
     # what was scored: the same for the same windows in another folder
     digest = hashlib.sha256()
     for name in rows:

@@ -13,7 +13,14 @@ from pathlib import Path
 from typing import Annotated
 
 from data_mixtures.readers.local import json_objects
-from evals.scorer import LOCAL, AnyPrompt, SourceFlags, load_tokenizer, open_scorer, origin
+from evals.scorer import (
+    LOCAL,
+    AnswererFlags,
+    AnyPrompt,
+    identify_model,
+    load_tokenizer,
+    open_scorer,
+)
 from evals.tables import console
 from records.evals import NOWHERE, AboutFlags, EvalCommand, ModelFolder, check_range, optional
 from records.files import JsonObject
@@ -27,7 +34,7 @@ def main(
     max_new_tokens: int = 64,
     temperature: float = 0.8,
     seed: int = 0,
-    source: SourceFlags = LOCAL,
+    answerer: AnswererFlags = LOCAL,
     about: AboutFlags = NOWHERE,
 ) -> JsonObject:
     """Let a model continue prompts. The last line on stdout is the record, JSON.
@@ -45,7 +52,7 @@ def main(
     # a base model has no chat template, and cannot answer the built-in chat prompt
     if not prompts and not load_tokenizer(hf_dir).chat_template:
         chosen = [prompt for prompt in chosen if "text" in prompt]
-    scorer = open_scorer(hf_dir, source)
+    scorer = open_scorer(hf_dir, answerer)
     samples = []
     for prompt in chosen:
         written = {}
@@ -69,7 +76,7 @@ def main(
             "seed": seed,
         },
         data_sha256=hashlib.sha256(json.dumps(chosen).encode()).hexdigest(),
-        **origin(hf_dir, scorer),
+        **identify_model(hf_dir, scorer),
     )
 
 

@@ -35,7 +35,7 @@ from rich.console import Console
 from evals.commands import check, read_command
 from evals.trackers import Trackers
 from records.checkpoints import check_complete, step_folders
-from records.evals import About, check_range, is_due
+from records.evals import About, check_range, is_selected
 from records.events import DONE, STOPPED, read_outcome, record_event
 from records.files import append_line, hold_lock, read_lines
 from records.items import FOLDER as ITEMS
@@ -93,7 +93,11 @@ class Watcher:
                 time.sleep(every_s)
 
     def next_work(self) -> Work | None:
-        """Return the next complete checkpoint with missing records; report those deleted before their turn."""
+        """Return the next complete checkpoint with missing records.
+
+        Delete the work folders that no missing record needs, and record the checkpoints that were
+        deleted before their turn.
+        """
         evaluated = self.read_times()
         waiting = []
         unfinished = set[str]()
@@ -106,30 +110,36 @@ class Watcher:
                 ]
                 unfinished |= {self.work_folder(step, command).name for command in commands}
                 missing = tuple(
-                    command for command in commands if self.is_due((step, saved, command))
+                    command for command in commands if self.may_retry((step, saved, command))
                 )
-                if missing and is_due(step, self.job.evals.every_steps, self.job.training.steps):
+                if missing and is_selected(
+                    step, self.job.evals.every_steps, self.job.training.steps
+                ):
                     waiting.append(Work(step, folder, saved, missing))
         for folder in (self.run / SCRATCH).glob("step-*-*"):
             if folder.name not in unfinished:
                 # its records, or its checkpoint's end, came in between
                 shutil.rmtree(folder, ignore_errors=True)
-        for step in sorted(self.waiting - {work.step for work in waiting}):
-            if not (self.job.checkpoints / f"step-{step}").is_dir():
-                self.say(
-                    f"step {step} was deleted before it was evaluated; see resilience.keep_every_steps"
-                )
-                reason = "the checkpoint was deleted meanwhile"
-                record_event(self.run, "evaluation_skipped", step=step, reason=reason)
-        self.waiting = {work.step for work in waiting}
+        self.record_deleted({work.step for work in waiting})
         for work in waiting if self.job.evals.newest_first else reversed(waiting):
             with contextlib.suppress(ValueError):
                 check_complete(work.checkpoint)
                 return work
         return None
 
-    def is_due(self, task: tuple[int, float, str]) -> bool:
-        """Tell whether to run a command without a record now."""
+    def record_deleted(self, waiting: set[int]) -> None:
+        """Record the steps that waited at the last look and whose checkpoints are gone."""
+        for step in sorted(self.waiting - waiting):
+            if not (self.job.checkpoints / f"step-{step}").is_dir():
+                self.say(
+                    f"step {step} was deleted before it was evaluated; see resilience.keep_every_steps"
+                )
+                reason = "the checkpoint was deleted meanwhile"
+                record_event(self.run, "evaluation_skipped", step=step, reason=reason)
+        self.waiting = waiting
+
+    def may_retry(self, task: tuple[int, float, str]) -> bool:
+        """Tell whether to run a command without a record now: it has not failed, or its pause is over."""
         failures = self.failed.get(task)
         if not failures:
             return True

@@ -1,16 +1,19 @@
-"""The attempts of one job: which logged rows count, and their place on one axis of steps and tokens."""
+"""The attempts of one job: which logged rows count, their place on one axis of steps and tokens, what each read."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from records.checkpoints import run_folder
-from records.files import JsonObject, read_json
+from records.files import JsonObject, read_json, read_lines
+from records.skips import SkipList, read_entries
 
 Row = dict[str, Any]  # a logged step
 
@@ -115,3 +118,51 @@ def place_on_one_axis(
             steps = last[0]["x_step"]
             tokens = last[0]["x_tokens"] or tokens
     return origins
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What one attempt of a run reads: sequences of a lock in batches of one size."""
+
+    lock: Path
+    attempt: int
+    step: int  # done before it
+    position: int  # of the first sequence that it takes
+    global_batch_size: int
+    offsets: dict[str, int]  # windows of each source that earlier phases used up
+    skips: SkipList
+
+    def numbers(self, step: int) -> np.ndarray:
+        """Return the sequence numbers of a step's batch, counted from 1: int64 (G,)."""
+        return self.skips.numbers(
+            self.position + (step - 1 - self.step) * self.global_batch_size, self.global_batch_size
+        )
+
+
+def read_attempts(run: Path) -> list[Reading]:
+    """Read what a run's attempts read; ValueError where attempts.jsonl does not say it."""
+    path = run / "attempts.jsonl"
+    later = [entry["window"] for entry in read_entries(run)]
+    if not (attempts := [start for start in read_lines(path) if "data" in start]):
+        raise ValueError(
+            f"{path} does not say what was read; give the phase's own run folder, or the lock file"
+        )
+    return [
+        Reading(
+            **{**start["data"], "lock": Path(start["data"]["lock"])},
+            attempt=start["attempt"],
+            step=start["step"],
+            skips=SkipList([*start["skip_sequences"], *later]),
+        )
+        for start in attempts
+    ]
+
+
+def attempt_of(attempts: Sequence[Reading], step: int) -> Reading:
+    """Return the attempt whose version of a step counts; ValueError if none is on record."""
+    for attempt in reversed(attempts):
+        if attempt.step < step:
+            return attempt
+    raise ValueError(
+        f"step {step} was read before attempts.jsonl said what was read; give the lock file instead"
+    )

@@ -237,7 +237,7 @@ def flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def is_due(step: int, every_steps: int, last_step: int) -> bool:
+def is_selected(step: int, every_steps: int, last_step: int) -> bool:
     """Whether a checkpoint is evaluated: every so many steps, the last one, and that of step 1, where curves begin
     (checkpoint.enable_first_step_checkpoint).
     """

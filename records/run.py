@@ -174,7 +174,7 @@ def _clean(row: JsonObject, folder: str) -> JsonObject | None:
     return {**row, **figures, **identity}
 
 
-def _key(row: JsonObject) -> tuple[Any, ...]:
+def _row_identity(row: JsonObject) -> tuple[Any, ...]:
     return row["phase"], row["attempt"], row["step"], row["time"]
 
 
@@ -200,9 +200,9 @@ def read_run(folder: Path) -> Run:
     rows: list[Row] = []
     for place in places:
         # a run may hold the rows of a phase merged and in its subfolder
-        keys = {_key(row) for row in rows}
+        known = {_row_identity(row) for row in rows}
         of_place = _read_place(run, place, "training" if place == folder else place.name)
-        rows += [row for row in of_place if _key(row) not in keys]
+        rows += [row for row in of_place if _row_identity(row) not in known]
     starts = {
         (start["phase"], int(start["attempt"])): int(start["step"])
         for start in run.attempts

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from records.events import record_event
-from records.files import JsonObject, read_json, read_lines, survive_full_disk, write_atomically
+from records.files import JsonObject, read_json, survive_full_disk, write_atomically
 
 FILE = "skip_sequences.json"
 
@@ -62,14 +61,14 @@ def ranges_of(numbers: np.ndarray) -> list[list[int]]:
 
 def read_skip_list(run: Path, from_job_file: Iterable[Sequence[int]]) -> SkipList:
     """Join the ranges of the job file and of RUN/skip_sequences.json."""
-    return SkipList([*from_job_file, *(entry["window"] for entry in _entries(run))])
+    return SkipList([*from_job_file, *(entry["window"] for entry in read_entries(run))])
 
 
 def append_skips(run: Path, ranges: Iterable[Sequence[int]], reason: str) -> bool:
     """Add ranges to RUN/skip_sequences.json; return whether there was room for that."""
     with survive_full_disk(run / FILE):
         entries = [
-            *_entries(run),
+            *read_entries(run),
             *({"window": list(interval), "reason": reason} for interval in ranges),
         ]
         write_atomically(run / FILE, json.dumps(entries, indent=2) + "\n")
@@ -78,53 +77,5 @@ def append_skips(run: Path, ranges: Iterable[Sequence[int]], reason: str) -> boo
     return False
 
 
-def _entries(run: Path) -> list[JsonObject]:
+def read_entries(run: Path) -> list[JsonObject]:
     return read_json(run / FILE, [])
-
-
-@dataclass(frozen=True)
-class Reading:
-    """What one attempt of a run reads: sequences of a lock in batches of one size."""
-
-    lock: Path
-    attempt: int
-    step: int  # done before it
-    position: int  # of the first sequence that it takes
-    global_batch_size: int
-    offsets: dict[str, int]  # windows of each source that earlier phases used up
-    skips: SkipList
-
-    def numbers(self, step: int) -> np.ndarray:
-        """Return the sequence numbers of a step's batch, counted from 1: int64 (G,)."""
-        return self.skips.numbers(
-            self.position + (step - 1 - self.step) * self.global_batch_size, self.global_batch_size
-        )
-
-
-def read_attempts(run: Path) -> list[Reading]:
-    """Read what a run's attempts read; ValueError where attempts.jsonl does not say it."""
-    path = run / "attempts.jsonl"
-    later = [entry["window"] for entry in _entries(run)]
-    if not (attempts := [start for start in read_lines(path) if "data" in start]):
-        raise ValueError(
-            f"{path} does not say what was read; give the phase's own run folder, or the lock file"
-        )
-    return [
-        Reading(
-            **{**start["data"], "lock": Path(start["data"]["lock"])},
-            attempt=start["attempt"],
-            step=start["step"],
-            skips=SkipList([*start["skip_sequences"], *later]),
-        )
-        for start in attempts
-    ]
-
-
-def attempt_of(attempts: Sequence[Reading], step: int) -> Reading:
-    """Return the attempt whose version of a step counts; ValueError if none is on record."""
-    for attempt in reversed(attempts):
-        if attempt.step < step:
-            return attempt
-    raise ValueError(
-        f"step {step} was read before attempts.jsonl said what was read; give the lock file instead"
-    )

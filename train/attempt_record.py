@@ -61,7 +61,7 @@ def describe_attempt(
         "step": step,
         "started_from": str(started_from) if started_from else "random weights",
         "mixture_fingerprint": loader.mixture.fingerprint,
-        # `records.skips.read_attempts` finds the batch of any step with it
+        # `records.attempts.read_attempts` finds the batch of any step with it
         "data": {
             "lock": str(loader.lock.resolve()),
             "position": loader.state.sequences,

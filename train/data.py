@@ -45,7 +45,7 @@ class LoaderState:
     left_out: dict[str, int] = field(default_factory=dict)
     # sequence length S of the windows, by source
     lengths: dict[str, int] = field(default_factory=dict)
-    # `Mixture.read_files`
+    # `Mixture.identify_files_read`
     read: dict[str, list[str]] = field(default_factory=dict)
 
 
@@ -197,7 +197,9 @@ class MixtureLoader(BaseDataLoader):
         """Describe position, mixture and windows used, as one JSON string that is equal on all ranks."""
         windows = self.mixture.windows_per_source(self.mixture_reach)
         read = {
-            name: self.mixture.read_files(name, count) for name, count in windows.items() if count
+            name: self.mixture.identify_files_read(name, count)
+            for name, count in windows.items()
+            if count
         }
         state = {
             **asdict(self.state),

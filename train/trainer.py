@@ -16,7 +16,7 @@ from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.tools.logging import logger
 
-from records.evals import is_due
+from records.evals import is_selected
 from records.events import (
     BAD_STEP,
     DONE,
@@ -87,8 +87,8 @@ class LaneformerTrainer(torchtitan.train.Trainer):
         model.model_args.bos_id = self.dataloader.mixture.bos_id  # only the data knows it
 
     def _evaluate(self, step: int) -> None:
-        last_step = self.job_config.training.steps
-        if self.in_loop is not None and is_due(step, self.job_config.evals.every_steps, last_step):
+        job = self.job_config
+        if self.in_loop and is_selected(step, job.evals.every_steps, job.training.steps):
             self.checkpointer.wait_for_save()
             self.metrics_processor.time_last_log += self.in_loop.evaluate(step)
             self.heartbeat.beat(step)

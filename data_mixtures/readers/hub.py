@@ -133,5 +133,6 @@ def is_local(system: Any) -> bool:
     return isinstance(system, fsspec.implementations.local.LocalFileSystem)
 
 
-def origin(mirror: str | None) -> Mirror:
+def connect(mirror: str | None) -> Mirror:
+    """Return what repositories are read from: a mirror's folder or URL, else the hub."""
     return Mirror(mirror) if mirror else Hub()

@@ -209,8 +209,11 @@ class Dropped(Counter[str]):
         self.files.add(name)
 
 
-class Damaged(Exception):
-    """A file whose documents cannot be read to the end: (name, (what is wrong, documents before))."""
+class DamagedFile(Exception):
+    """A file whose documents cannot be read to the end: (name, what is wrong, rows before).
+
+    It is final: the file itself is damaged, and its unit is read again without it.
+    """
 
 
 Document = tuple[str, str, int, Json]  # text, file, row from 0, and the fields beside the text
@@ -290,7 +293,7 @@ def _read_rows(
     except Unreadable as error:
         if error.reason == "not_utf8":
             raise
-        raise Damaged(name, (error, row)) from error
+        raise DamagedFile(name, error, row) from error
     finally:
         for number, kind in skipped.items():
             is_text = kind is not UnicodeDecodeError

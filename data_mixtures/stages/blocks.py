@@ -112,21 +112,21 @@ def read_at(file: Any, place: int, into: memoryview) -> int:
 
 @contextmanager
 def open_files(
-    out: Path, stage_name: str, units: Iterable[Unit], name: str
+    out: Path, made_by: str, units: Iterable[Unit], name: str
 ) -> Iterator[list[CheckedFile]]:
     """Open file `name` of each unit; ValueError if one is missing or freed."""
     with ExitStack() as stack:
         files = []
         for unit in units:
-            folder = stage.unit_folder(out, stage_name, unit)
+            folder = stage.unit_folder(out, made_by, unit)
             paths = folder / name, folder / (name + HASHES)
             try:
                 data, hashes = (stack.enter_context(store.open_part(out, path)) for path in paths)
             except FileNotFoundError:
                 # raises the error that says so if it was not made yet, or was freed
-                stage.result(out, stage_name, unit)
+                stage.result(out, made_by, unit)
                 raise
-            files.append(CheckedFile((out, stage_name, unit), name, data, hashes))
+            files.append(CheckedFile((out, made_by, unit), name, data, hashes))
         yield files
 
 
@@ -180,28 +180,35 @@ def _pieces(sizes: np.ndarray, limit: int) -> Iterator[slice]:
 def _in_order(
     files: Sequence[CheckedFile], units: np.ndarray, begins: np.ndarray, ends: np.ndarray
 ) -> Iterator[np.ndarray]:
+    """Yield bytes begins[i] <= place < ends[i] of files[units[i]] for each document i, in pieces."""
     order = np.argsort(units, kind="stable")
     unit = units[order]
     begin = begins[order]
     end = ends[order]
     first, last = _blocks(begin, end)
+    # An example with blocks of 4 bytes: documents 0, 1 and 2 are bytes 13 to 17 of file 1, 2 to 5 of
+    # file 0, and 6 to 7 of file 0. By file they are 1, 2, 0, in blocks [0, 2), [1, 2) and [3, 5). The
+    # first two meet, so there are two reads: blocks [0, 2) of file 0 come to bytes 0 to 8 of the
+    # buffer, blocks [3, 5) of file 1 to 8 to 16, which is 4 bytes before their place in the file.
+    # The offsets are 2, 5, 6, 7, 9, 13, and documents 0, 1, 2 are the values 4, 0, 2 between them.
+    #
     # documents whose blocks follow each other are read together
     other_file = unit[1:] != unit[:-1]
     new = np.append(True, other_file | (first[1:] > last[:-1]))
     reads = np.flatnonzero(new)
     firsts = first[reads]
     lasts = last[np.append(reads[1:], len(new)) - 1]
-    places = BLOCK_BYTES * np.append(0, np.cumsum(lasts - firsts))
+    buffer_begins = BLOCK_BYTES * np.append(0, np.cumsum(lasts - firsts))
     # the same size for every piece, so that one buffer serves all; a long document may need more
     usual = READ_BYTES + (len(files) + 1) * BLOCK_BYTES
-    buffer = _buffer(max(usual, int(places[-1])))
+    buffer = _buffer(max(usual, int(buffer_begins[-1])))
     for number, begin_block, end_block, at, until in zip(
-        unit[reads], firsts, lasts, places[:-1], places[1:], strict=True
+        unit[reads], firsts, lasts, buffer_begins[:-1], buffer_begins[1:], strict=True
     ):
         files[number].read_blocks(int(begin_block), int(end_block), buffer[at:until].data)
     # bytes by which a document lies further on in the buffer than in its file
-    shift = (places[:-1] - BLOCK_BYTES * firsts)[np.cumsum(new) - 1]
-    # document k is value 2 k, what lies behind it 2 k + 1
+    shift = (buffer_begins[:-1] - BLOCK_BYTES * firsts)[np.cumsum(new) - 1]
+    # in the order of reading, document k is value 2 k, and what lies behind it is value 2 k + 1
     offsets = np.stack([begin + shift, end + shift], axis=1).ravel()
     rank = np.empty(len(order), dtype=np.int64)
     rank[order] = np.arange(len(order))

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from data_mixtures import ngrams, shards
+from data_mixtures import document_ids, ngrams, shards
 from data_mixtures.shards import Json
 from data_mixtures.stages import documents, stage
 from data_mixtures.stages.documents import ALL, CONTAINED, Grouped, files_of_all, of_all
@@ -38,7 +38,7 @@ class _Texts(Grouped):
     def texts(self, unit: Unit, held_out: bool) -> Iterator[tuple[np.ndarray, list[str]]]:
         """Yield numbers and texts of the group's held-out documents, or of all others."""
         # a document's number is its row in all units of the group, near copies included
-        below = shards.find_held_out_limit(self.recipe.valid_per_10000_of(unit.source))
+        per_10000 = self.recipe.valid_per_10000_of(unit.source)
         first = 0
         for member, receipt in self.members(unit):
             # near copies are left out before
@@ -46,10 +46,8 @@ class _Texts(Grouped):
             numbers = first + np.delete(np.arange(receipt["counts"]["kept"]), near)
             path = stage.check_file(self.out, "filter", member, DOCUMENTS)
             for ids, texts, _ in documents.read_documents(path, near):
-                selected = np.array(
-                    [(int.from_bytes(identity[8:], "big") < below) == held_out for identity in ids],
-                    bool,
-                )
+                lows = np.array(list(map(document_ids.low_half, ids)), np.uint64)
+                selected = document_ids.is_held_out(lows, per_10000) == held_out
                 yield (
                     numbers[: len(ids)][selected],
                     [texts[place].decode() for place in np.flatnonzero(selected)],
@@ -63,10 +61,10 @@ class HeldOut(_Texts):
 
     name = HELD_OUT
 
-    def key(self, unit: Unit) -> str:
+    def result_key(self, unit: Unit) -> str:
         return stage.key_of(self.name, self.decides(unit))
 
-    def work(self, unit: Unit, folder: Path) -> Json:
+    def make(self, unit: Unit, folder: Path) -> Json:
         parts = [np.empty(0, _GRAM)]
         count = 0
         for numbers, texts in self.texts(unit, held_out=True):
@@ -121,10 +119,10 @@ class Scan(_Texts):
 
     name = SCAN
 
-    def key(self, unit: Unit) -> str:
+    def result_key(self, unit: Unit) -> str:
         return stage.key_of(self.name, self.decides(unit), files_of_all(self, HELD_OUT))
 
-    def work(self, unit: Unit, folder: Path) -> Json:
+    def make(self, unit: Unit, folder: Path) -> Json:
         index, _ = _index(self)
         in_training = np.zeros(len(index.grams), bool)
         if len(in_training):
@@ -142,13 +140,13 @@ class Contained(Grouped):
     def units(self) -> list[Unit]:
         return [ALL]
 
-    def key(self, unit: Unit) -> str:
+    def result_key(self, unit: Unit) -> str:
         filtered = [self.files(group) for group, _, _ in of_all(self, SCAN)]
         share = self.recipe.dedup.contained_share
         scanned = files_of_all(self, HELD_OUT), files_of_all(self, SCAN)
         return stage.key_of(self.name, share, filtered, *scanned)
 
-    def work(self, unit: Unit, folder: Path) -> Json:
+    def make(self, unit: Unit, folder: Path) -> Json:
         index, numbers = _index(self)
         first = index.first
         passages = index.passages

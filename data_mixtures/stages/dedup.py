@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
-from data_mixtures import recipe, shards
+from data_mixtures import document_ids, recipe, shards
 from data_mixtures.shards import Json
 from data_mixtures.stages import blocks, documents, quality, stage
 from data_mixtures.stages.documents import ALL, DEDUP, Grouped, files_of_all, of_all
@@ -34,27 +34,28 @@ class Signatures(Grouped):
 
     name = SIGNATURES
 
-    def key(self, unit: Unit) -> str:
+    def result_key(self, unit: Unit) -> str:
         settings = asdict(self.recipe.dedup)
         del settings["minhash"], settings["contained_share"]
         packages = quality.versions(("datatrove", "spacy"))
         held_out = self.recipe.valid_per_10000_of(unit.source)
         return stage.key_of(self.name, settings, packages, held_out, self.files(unit))
 
-    def work(self, unit: Unit, folder: Path) -> Json:
+    def make(self, unit: Unit, folder: Path) -> Json:
         sign = signer(self.recipe.dedup)
         lows = list[int]()
         hashes = [np.empty(0, np.uint64)]
         for member, _ in self.members(unit):
             path = stage.check_file(self.out, "filter", member, DOCUMENTS)
             for ids, texts, _ in documents.read_documents(path):
-                new = [int.from_bytes(identity[8:], "big") for identity in ids]
+                new = list(map(document_ids.low_half, ids))
                 hashes += map(sign, map(bytes.decode, texts), new)
                 lows += new
         rows = np.zeros(len(lows) * self.recipe.dedup.buckets, _BAND)
         rows["hash"] = np.concatenate(hashes)
-        limit = shards.find_held_out_limit(self.recipe.valid_per_10000_of(unit.source))
-        held_out = np.array(lows, np.uint64) < limit
+        held_out = document_ids.is_held_out(
+            np.array(lows, np.uint64), self.recipe.valid_per_10000_of(unit.source)
+        )
         for name, values in (("row", np.arange(len(lows))), ("held_out", held_out)):
             rows[name] = np.repeat(values, self.recipe.dedup.buckets)
         rows = rows[np.argsort(rows["hash"], kind="stable")]
@@ -114,10 +115,10 @@ class Bands(Stage):
         count = sum(receipt["counts"]["documents"] for _, receipt, _ in of_all(self, SIGNATURES))
         return max(-(-count * self.recipe.dedup.buckets // ROWS_PER_RANGE), 1)
 
-    def key(self, unit: Unit) -> str:
+    def result_key(self, unit: Unit) -> str:
         return stage.key_of(self.name, unit.number, self.ranges(), files_of_all(self, SIGNATURES))
 
-    def work(self, unit: Unit, folder: Path) -> Json:
+    def make(self, unit: Unit, folder: Path) -> Json:
         count = self.ranges()
         low = unit.number * 2**64 // count
         high = (unit.number + 1) * 2**64 // count
@@ -155,12 +156,12 @@ class Dedup(Grouped):
     def _bands(self) -> list[Unit]:
         return Bands(self.recipe, self.out, self.sources).units()
 
-    def key(self, unit: Unit) -> str:
+    def result_key(self, unit: Unit) -> str:
         receipts = stage.receipts(self.out, BANDS, ALL.source, len(self._bands()))
         later = [receipt["files"] for receipt in receipts]
         return stage.key_of(self.name, str(unit), self.files(unit), later)
 
-    def work(self, unit: Unit, folder: Path) -> Json:
+    def make(self, unit: Unit, folder: Path) -> Json:
         # its rows of all ranges: every row is written once and read once
         _, receipt, first = next(group for group in of_all(self, SIGNATURES) if group[0] == unit)
         count = receipt["counts"]["documents"]

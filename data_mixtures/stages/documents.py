@@ -1,7 +1,7 @@
 """Documents kept by the filter, and which of them are left out of the tokens.
 
-Left out are near copies (`dedup`), held-out text that is also in training (`containment`), and
-repeated n-grams.
+Left out are near copies (`dedup`) and held-out text that is also in training (`containment`);
+`tokenize` also drops documents with repeated n-grams (`repeats`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ DEDUP, CONTAINED = "dedup", "contained"
 NEAR_DUPLICATE = "near_duplicate"
 ALL = Unit("all", 0)
 ROWS, UNITS = "rows.npy", "units.json"
-MAX_PERIOD, TIMES = 13, 32  # of repeated n-grams: tokens, and how often in a row
 # of a source, at most; a group's signatures stay below half a gigabyte
 GROUPS, UNITS_PER_GROUP = 64, 128
 _BATCH_ROWS = 256
@@ -61,20 +60,20 @@ class Grouped(Stage):
         return [receipt["files"][DOCUMENTS] for _, receipt in self.members(unit)]
 
 
-def of_all(work: Stage, stage_name: str) -> Iterator[tuple[Unit, Json, int]]:
+def of_all(work: Stage, made_by: str) -> Iterator[tuple[Unit, Json, int]]:
     """Yield (group, receipt, number of its first document) of all sources in order."""
     first = 0
     for source in work.recipe.sources:
         count = groups(work.out, source.name)
-        receipts = stage.receipts(work.out, stage_name, source.name, count)
+        receipts = stage.receipts(work.out, made_by, source.name, count)
         for number, receipt in enumerate(receipts):
             yield Unit(source.name, number), receipt, first
             first += receipt["counts"]["documents"]
 
 
-def files_of_all(work: Stage, stage_name: str) -> list[Any]:
+def files_of_all(work: Stage, made_by: str) -> list[Any]:
     """Return what keys say about a stage's results for all groups."""
-    return [[str(unit), receipt["files"]] for unit, receipt, _ in of_all(work, stage_name)]
+    return [[str(unit), receipt["files"]] for unit, receipt, _ in of_all(work, made_by)]
 
 
 def write_rows(folder: Path, members: Sequence[tuple[Unit, Json]], numbers: np.ndarray) -> None:
@@ -94,8 +93,8 @@ def write_rows(folder: Path, members: Sequence[tuple[Unit, Json]], numbers: np.n
     shards.write_json(folder / UNITS, dict(zip(units, pairwise(places), strict=True)))
 
 
-def _rows(out: Path, stage_name: str, group: Unit, unit: Unit) -> np.ndarray:
-    folder, _ = stage.result(out, stage_name, group)
+def _rows(out: Path, made_by: str, group: Unit, unit: Unit) -> np.ndarray:
+    folder, _ = stage.result(out, made_by, group)
     rows, places = _load_rows(folder / UNITS)
     if str(unit) not in places:
         raise ValueError(
@@ -107,9 +106,9 @@ def _rows(out: Path, stage_name: str, group: Unit, unit: Unit) -> np.ndarray:
 @stage.cache_by_file
 def _load_rows(path: Path) -> tuple[np.ndarray, dict[str, list[int]]]:
     # DIR/dedup/web/unit-00000/units.json
-    out, stage_name, source, number = path.parents[3], *path.parts[-4:-1]
+    out, made_by, source, number = path.parents[3], *path.parts[-4:-1]
     group = Unit(source, shards.shard_number(number))
-    rows, units = (stage.check_file(out, stage_name, group, name) for name in (ROWS, UNITS))
+    rows, units = (stage.check_file(out, made_by, group, name) for name in (ROWS, UNITS))
     return np.load(rows), shards.read_json(units, "start again")
 
 
@@ -147,22 +146,3 @@ def read_documents(path: Path, without: Any = ()) -> Iterator[Documents]:
                 batch.column(name).cast(pa.binary()).to_pylist() for name in COLUMNS
             )
             yield ids, texts, origins
-
-
-def with_repeats(tokens: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """Return which of the consecutive documents hold many repeats of an n-gram: bool (documents,)."""
-    # The rule of OLMo-core's InstanceFilterConfig, which masks such windows while training because
-    # they cause loss spikes: 1 to 13 tokens, 32 times in a row, such as "ha ha ha" or an empty
-    # table. Here the document is dropped before the shuffle: windows are fixed by the stream of
-    # tokens, so to leave one out would leave out the ends of two other documents with it.
-    ends = np.cumsum(lengths, dtype=np.int64)
-    has_run = np.zeros(len(lengths), bool)
-    for period in range(1, MAX_PERIOD + 1):
-        # in a run, token i equals token i + period, which sums tell
-        shortest = (TIMES - 1) * period
-        repeats = tokens[:-period] == tokens[period:]
-        equal = np.cumsum(np.append(False, repeats), dtype=np.int32)
-        starts = np.flatnonzero(equal[shortest:] - equal[:-shortest] == shortest)
-        document = np.searchsorted(ends, starts, side="right")
-        has_run[document[starts + shortest + period <= ends[document]]] = True
-    return has_run

@@ -38,8 +38,8 @@ ATTEMPTS = 5
 FIRST_WAIT_S = 2.0  # doubled with every attempt
 
 
-class Damaged(ValueError):
-    """A file differs from its plan."""
+class DiffersFromPlan(ValueError):
+    """A file that was fetched differs from its plan; another attempt may bring the right bytes."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Fetch(Stage):
     name = "fetch"
     mirror: str | None = None
 
-    def key(self, unit: Unit) -> str:
+    def result_key(self, unit: Unit) -> str:
         entry = stage.find_unit_plan(self.out, unit)
         if entry["kind"] == "local":
             return key_of(self.name, entry, self._portable(entry))
@@ -65,7 +65,7 @@ class Fetch(Stage):
         roots = local.roots(self.out, self.recipe.folder)
         return {name: local.portable(name, roots) for name, _, _ in entry["files"]}
 
-    def work(self, unit: Unit, folder: Path) -> Json:
+    def make(self, unit: Unit, folder: Path) -> Json:
         entry = stage.find_unit_plan(self.out, unit)
         target = folder / RAW
         if entry["kind"] == "resolved":
@@ -89,17 +89,17 @@ class Fetch(Stage):
         )
 
     def _download(self, planned: Json, entry: Json, target: Path) -> Json:
-        origin = hub.origin(self.mirror)
+        host = hub.connect(self.mirror)
         repo = planned["repo"]
         revision = planned["revision"]
         where = f"{repo}/{entry['path']}"
 
         def download() -> Json:
-            origin.fetch(repo, revision, entry["path"], target)
+            host.fetch(repo, revision, entry["path"], target)
             return check(target, entry, where)
 
         try:
-            return _retry(download, target, origin.remote)
+            return _retry(download, target, host.remote)
         except (FileNotFoundError, hub_errors.EntryNotFoundError) as error:
             gone = f"{where} @ {revision} is planned and no longer there"
             raise ValueError(
@@ -117,7 +117,7 @@ class Fetch(Stage):
     def check_room(self, budget_bytes: int | None) -> None:
         """Raise ValueError if the units to fetch exceed the budget or the free disk."""
         fetched_bytes = needed_bytes = linked_bytes = 0
-        linked = self.mirror is not None and not hub.origin(self.mirror).remote
+        linked = self.mirror is not None and not hub.connect(self.mirror).remote
         for unit in self.units():
             entry = stage.find_unit_plan(self.out, unit)
             if is_done(self, unit):
@@ -194,19 +194,19 @@ def _complete(name: str) -> Iterator[None]:
     try:
         yield
     except pyarrow.ArrowInvalid as error:
-        raise Damaged(
+        raise DiffersFromPlan(
             f"{name} is not a complete Parquet file ({error}): truncated, or another file"
         ) from error
 
 
 def check(path: Path, entry: Json, where: str) -> Json:
-    """Compare a file with its plan and return its counts; Damaged says what differs."""
+    """Compare a file with its plan and return its counts; DiffersFromPlan says what differs."""
     if (size := path.stat().st_size) != entry["bytes"]:
-        raise Damaged(
+        raise DiffersFromPlan(
             f"{where} came with {size:,} bytes, the plan says {entry['bytes']:,}: truncated, or another file"
         )
     if entry["sha256"] is not None and (sha256 := file_sha256(path)) != entry["sha256"]:
-        raise Damaged(f"{where} came with sha256 {sha256}, the plan says {entry['sha256']}")
+        raise DiffersFromPlan(f"{where} came with sha256 {sha256}, the plan says {entry['sha256']}")
     with _complete(where), pyarrow.parquet.ParquetFile(path) as parquet:
         schema = parquet.schema_arrow
         rows = parquet.metadata.num_rows
@@ -217,10 +217,10 @@ def check(path: Path, entry: Json, where: str) -> Json:
 def _is_transient(error: Exception) -> bool:
     if isinstance(error, hub_errors.HfHubHTTPError):
         return error.response.status_code not in (401, 403, 404)
-    if isinstance(error, Damaged):
+    if isinstance(error, DiffersFromPlan):
         return True
     # refusals, other errors of this package, and full disks are final
-    if isinstance(error, FileNotFoundError | PermissionError | ValueError | local.Damaged):
+    if isinstance(error, FileNotFoundError | PermissionError | ValueError | local.DamagedFile):
         return False
     return getattr(error, "errno", None) not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -238,8 +238,9 @@ def _read_local(entry: Json, target: Path, names: Mapping[str, str]) -> Json:
             readable = {name: portable for name, portable in names.items() if name not in damaged}
             counts = _write(entry, readable, target, dropped)
             local.check_unchanged(entry["files"])
-        except local.Damaged as error:
-            damaged.update([error.args])
+        except local.DamagedFile as error:
+            name, problem, rows = error.args
+            damaged[name] = problem, rows
             continue
         size = plan.size_of(entry)
         sizes = {

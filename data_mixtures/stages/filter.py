@@ -19,6 +19,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import xxhash
 
+from data_mixtures.document_ids import shuffle_key
 from data_mixtures.readers.columns import encode_origin, origin_columns, read_values
 from data_mixtures.readers.local import group_by_size
 from data_mixtures.recipe import Recipe
@@ -26,7 +27,6 @@ from data_mixtures.shards import Json
 from data_mixtures.stages import decontaminate, quality, stage
 from data_mixtures.stages.quality import Step
 from data_mixtures.stages.stage import DOCUMENTS, RAW, Stage, Unit
-from data_mixtures.stages.tokenize import key_of_id
 
 REASONS = ("not_utf8", "empty", "too_short", "too_long", "not_kept", "contaminated")
 SCHEMA = pa.schema([("doc_id", pa.binary(16)), ("text", pa.string()), ("origin", pa.string())])
@@ -41,11 +41,11 @@ class Filter(Stage):
 
     name = "filter"
 
-    def key(self, unit: Unit) -> str:
+    def result_key(self, unit: Unit) -> str:
         entry = stage.find_unit_plan(self.out, unit)
         files = stage.receipt_of(self.out, "fetch", unit)["files"]
         recipe = self.recipe
-        keep = self.recipe.source(unit.source).keep
+        keep = recipe.source(unit.source).keep
         limits = [recipe.filter.min_chars, recipe.filter.max_chars, recipe.max_document_chars]
         part = [keep, recipe.seed] if keep < 1 else []
         index = decontaminate.identity(self.out, recipe.filter.benchmarks)
@@ -53,7 +53,7 @@ class Filter(Stage):
         inputs = [_text_column(entry), index, entry.get("path"), self._rows_before(unit)]
         return stage.key_of(self.name, limits, part, steps, *inputs, files)
 
-    def work(self, unit: Unit, folder: Path) -> Json:
+    def make(self, unit: Unit, folder: Path) -> Json:
         raw = stage.check_file(self.out, "fetch", unit, RAW)
         index = decontaminate.load(self.out, self.recipe.filter.benchmarks)
         steps = quality.load(quality.steps_of(self.recipe, unit.source))
@@ -182,7 +182,7 @@ class DocumentFilter:
             utf8 = utf8 or text.encode()
             identity = xxhash.xxh3_128_digest(utf8)
             # keep those that the shuffle would put first
-            if self.below >= 2**64 or key_of_id(identity, self.recipe.seed) < self.below:
+            if self.below >= 2**64 or shuffle_key(identity, self.recipe.seed) < self.below:
                 chosen.append(Document(origin, text, utf8, identity))
         self._dropped["not_kept"] += len(documents) - len(chosen)
         return chosen

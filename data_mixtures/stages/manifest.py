@@ -25,9 +25,9 @@ from data_mixtures.stages.fetch import sum_lost_files
 from data_mixtures.stages.stage import Unit, receipts
 from records.files import code_version, file_sha256
 
-# what decides the data of a source beside its plan; kept in source.json, so that a change is seen
-# before it is made
-_DECIDES = (
+# what decides the data of a source beside its plan; kept in source.json, so that `check_pinned` sees
+# a change before anything is made. No cache key: those are `Stage.result_key`
+_PIN_GUARDED = (
     "seed",
     "seq_len",
     "windows_per_shard",
@@ -70,7 +70,7 @@ def check_pinned(recipe: Recipe, out: Path, sources: tuple[str, ...]) -> None:
             for name, pin in _pins(out, source).items()
             if pin == published.get("content_sha256")
         ]
-        current = _decides(recipe, out, source)
+        current = _collect_guarded(recipe, out, source)
         recorded = published.get("recipe", {})
         other = [key for key in recorded if current.get(key, recorded[key]) != recorded[key]]
         if locks and other:
@@ -87,29 +87,29 @@ def _manifest(folder: Path) -> Json:
     return {}
 
 
-def _decides(recipe: Recipe, out: Path, source: str) -> Json:
+def _collect_guarded(recipe: Recipe, out: Path, source: str) -> Json:
     every = {**asdict(recipe), **asdict(recipe.source(source))}
-    decides = {key: value for key, value in every.items() if key in _DECIDES}
-    decides["valid_per_10000"] = recipe.valid_per_10000_of(source)
+    guarded = {key: value for key, value in every.items() if key in _PIN_GUARDED}
+    guarded["valid_per_10000"] = recipe.valid_per_10000_of(source)
     # paths may move without other data; the index has a hash of its own
-    del decides["filter"]["benchmarks"]
-    if not decides["dedup"]["contained_share"]:
+    del guarded["filter"]["benchmarks"]
+    if not guarded["dedup"]["contained_share"]:
         # manifests from before this key must still match
-        del decides["dedup"]["contained_share"]
+        del guarded["dedup"]["contained_share"]
     if isinstance(tokenizer_settings := recipe.tokenizer, TokenizerTraining):
-        decides["tokenizer"] = [asdict(tokenizer_settings), [item.name for item in recipe.sources]]
+        guarded["tokenizer"] = [asdict(tokenizer_settings), [item.name for item in recipe.sources]]
     else:
         path = Path(tokenizer_settings.path)
-        decides["tokenizer"] = (
+        guarded["tokenizer"] = (
             [file_sha256(path), tokenizer_settings.bos, tokenizer_settings.eos]
             if path.is_file()
             else None
         )
     # a source that is not planned yet has no hash
     with suppress(ValueError):
-        decides["plan"] = stage.find_plan(out, source)["plan_hash"]
+        guarded["plan"] = stage.find_plan(out, source)["plan_hash"]
     # tuples become lists, as in source.json
-    return json.loads(json.dumps(decides))
+    return json.loads(json.dumps(guarded))
 
 
 def _pins(out: Path, source: str) -> dict[str, str]:
@@ -249,7 +249,7 @@ def _description(recipe: Recipe, out: Path, source: str, written: tuple[Json, ..
     return {
         "source": source,
         "category": recipe.source(source).category,
-        "recipe": _decides(recipe, out, source),
+        "recipe": _collect_guarded(recipe, out, source),
         "plan_hash": stage.find_plan(out, source)["plan_hash"],
         "code_version": _code_version(),
         **shuffle.layout(recipe, source),

@@ -20,7 +20,7 @@ RETRIES = 3  # of a unit whose node or worker was lost
 OBJECT_STORE_BYTES = 80 << 20
 
 
-def outcomes(stage: Stage, units: list[Unit], workers: int) -> Generator[Json | None]:
+def outcomes(work: Stage, units: list[Unit], workers: int) -> Generator[Json | None]:
     """Yield the result of `attempt` for each unit as it finishes; closing cancels running units.
 
     Args:
@@ -31,8 +31,8 @@ def outcomes(stage: Stage, units: list[Unit], workers: int) -> Generator[Json | 
     """
     ray = _connect()
     # Ray repeats the units of a lost node or killed worker; a second run writes the same bytes
-    work = ray.remote(num_cpus=1, max_retries=RETRIES)(attempt)
-    place = store.place(stage.out)
+    remote_attempt = ray.remote(num_cpus=1, max_retries=RETRIES)(attempt)
+    place = store.place(work.out)
     waiting = list(reversed(units))
     running = dict[Any, Unit]()
     try:
@@ -40,7 +40,7 @@ def outcomes(stage: Stage, units: list[Unit], workers: int) -> Generator[Json | 
             limit = workers or 2 * int(ray.cluster_resources().get("CPU", 1))
             while waiting and len(running) < limit:
                 unit = waiting.pop()
-                running[work.remote(stage, unit, place)] = unit
+                running[remote_attempt.remote(work, unit, place)] = unit
             (finished, *_), _ = ray.wait(list(running))
             unit = running.pop(finished)
             try:
@@ -48,7 +48,7 @@ def outcomes(stage: Stage, units: list[Unit], workers: int) -> Generator[Json | 
             except ray.exceptions.RayError as error:
                 reason = str(error).strip().splitlines()[0]
                 raise ValueError(
-                    f"{stage.name} {unit}: its worker was lost {RETRIES + 1} times: {type(error).__name__}: {reason} "
+                    f"{work.name} {unit}: its worker was lost {RETRIES + 1} times: {type(error).__name__}: {reason} "
                     f"(out of memory? Ray's logs are in /tmp/ray of its node); {AGAIN}"
                 ) from error
             yield failure

@@ -35,8 +35,8 @@ from records.workers import usable_cpus
 # the server that forks the workers has imported every stage, and pandas, which pyarrow looks for
 # when first used
 multiprocessing.set_forkserver_preload([__name__, "pandas"])
-# a stage whose files can be freed, and the stage that reads them
-READERS: Mapping[str, type[stage.Stage]] = {
+# a stage whose files can be freed, and the stage that consumes them
+CONSUMER_OF: Mapping[str, type[stage.Stage]] = {
     "fetch": Filter,
     "filter": tokenize.Tokenize,
     "tokenize": Runs,
@@ -58,6 +58,7 @@ class RunContext:
 
     @property
     def scope(self) -> tuple[Recipe, Path, tuple[str, ...]]:
+        """The first arguments of every stage, and of what plans, checks and publishes."""
         return self.recipe, self.out, self.sources
 
     @property
@@ -112,17 +113,18 @@ def publish(context: RunContext) -> dict[str, str]:
     return manifest.write(*context.scope, context.console, context.replace)
 
 
-def _check_later_stages(recipe: Recipe, out: Path) -> None:
+def _check_later_stages(recipe: Recipe) -> None:
     # early, before the first stages take days
     if isinstance(recipe.tokenizer, TokenizerFile):
         tokenizer.check_exportable(recipe.tokenizer)
     for source in recipe.sources:
         quality.load(quality.steps_of(recipe, source.name))
-    decontaminate.make_index(recipe.filter.benchmarks, out)
 
 
 def _plan(context: RunContext) -> None:
-    _check_later_stages(context.recipe, context.out)
+    _check_later_stages(context.recipe)
+    # `filter` makes it again if the files changed; here a benchmark that is missing is seen early
+    decontaminate.make_index(context.recipe.filter.benchmarks, context.out)
     planned = plan.make(*context.scope, context.mirror)
     plans = {name: planned["sources"][name] for name in context.sources}
     units = sum(len(source_plan["units"]) for source_plan in plans.values())
@@ -205,10 +207,11 @@ def free(context: RunContext, name: str) -> None:
         of_source = context.recipe, context.out, (source,)
         merged = Runs(*of_source).units()
         units = merged if name == "runs" else stage.list_units(context.out, source)
-        reader = READERS["runs" if name == "tokenize" and not merged else name](*of_source)
-        if pending := sum(not stage.is_done(reader, unit) for unit in reader.units()):
+        # without a merge, `runs` has no units: the shards are made of the tokenized units themselves
+        consumer = CONSUMER_OF["runs" if name == "tokenize" and not merged else name](*of_source)
+        if pending := sum(not stage.is_done(consumer, unit) for unit in consumer.units()):
             raise ValueError(
-                f"{name} of {source!r} is still needed: {pending} units are not through {reader.name}"
+                f"{name} of {source!r} is still needed: {pending} units are not through {consumer.name}"
             )
         freed = sum(stage.free(context.out, name, unit) for unit in units)
         context.console.print(f"{source}: {freed:,} bytes of {name} are free")

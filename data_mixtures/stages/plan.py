@@ -46,10 +46,10 @@ def make(recipe: Recipe, out: Path, names: Iterable[str], mirror: str | None = N
     if recipe.corpus is not None and on_disk:
         _write_corpus(recipe.corpus, out / "corpus")
     remote = [each for each in chosen if isinstance(each, HubSource)]
-    # an equal spec keeps its plan: a branch such as `main` stays at the commit that it was then. Local files are
-    # listed every time
+    # an equal spec keeps its plan: a branch such as `main` is not resolved again, and stays at the commit that it
+    # was then (`revision` in plan.json, which the table of `plan` shows). Local files are listed every time
     new = [each for each in remote if before.get(each.name, {}).get("spec") != _spec(each)]
-    planned = _plan_hub(hub.origin(mirror), new) if new else {}
+    planned = _plan_hub(hub.connect(mirror), new) if new else {}
     planned |= _plan_each(on_disk, lambda source: _local(source, local.roots(out, recipe.folder)))
     sources = {**before, **planned}
     order = [source.name for source in recipe.sources if source.name in sources]
@@ -205,18 +205,18 @@ def describe_shared_files(plan: Json) -> Iterator[str]:
         yield f"{len(names)} files are in {' and '.join(sources)}, whose shares then hold the same text: {names[0]} ..."
 
 
-def _plan_hub(origin: hub.Mirror, hub_sources: list[HubSource]) -> dict[str, Json]:
+def _plan_hub(host: hub.Mirror, hub_sources: list[HubSource]) -> dict[str, Json]:
     # access to all repositories is checked before any file is listed
     sources: dict[tuple[str, str], list[str]] = {}
     for source in hub_sources:
         sources.setdefault((source.repo, source.revision), []).append(source.name)
     repositories = {", ".join(names): repository for repository, names in sources.items()}
     answers = _ask_each(
-        repositories, lambda repository: origin.revision(*repository), "repositories cannot be read"
+        repositories, lambda repository: host.revision(*repository), "repositories cannot be read"
     )
     commits = {repositories[names]: commit for names, commit in answers.items()}
     return _plan_each(
-        hub_sources, lambda source: _hub(origin, source, commits[source.repo, source.revision])
+        hub_sources, lambda source: _hub(host, source, commits[source.repo, source.revision])
     )
 
 
@@ -240,19 +240,19 @@ def _ask_each(items: Mapping[str, T], ask: Callable[[T], R], problem: str) -> di
     return answers
 
 
-def _hub(origin: hub.Mirror, source: HubSource, revision: str) -> Json:
+def _hub(host: hub.Mirror, source: HubSource, revision: str) -> Json:
     entries: list[Json] = []
     for config in source.configs:
-        files = origin.files(source.repo, revision, config)
+        files = host.files(source.repo, revision, config)
         if not files:
-            near = nearest(config, origin.folders(source.repo, revision), "its folders:")
+            near = nearest(config, host.folders(source.repo, revision), "its folders:")
             raise ValueError(f"{source.repo} @ {revision} has no Parquet file in {config}/; {near}")
         if source.files is not None:
             files = sorted(files, key=lambda file: xxhash.xxh3_64_intdigest(file.path.encode()))[
                 : source.files
             ]
         # the column is read from the footer of each folder's first file, never assumed
-        with origin.open(source.repo, revision, files[0].path) as opened:
+        with host.open(source.repo, revision, files[0].path) as opened:
             column = _column_of(
                 opened, source.text_columns, f"{source.repo} @ {revision}: {files[0].path}"
             )

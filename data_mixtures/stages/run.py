@@ -46,15 +46,15 @@ class Options:
     kind: str = "local"
 
 
-def _run(stage: Stage, units: list[Unit], options: Options, tell: Callable[[int], None]) -> None:
-    remove_partial(stage.out, stage.name)
-    place = store.place(stage.out)
+def _run(work: Stage, units: list[Unit], options: Options, tell: Callable[[int], None]) -> None:
+    remove_partial(work.out, work.name)
+    place = store.place(work.out)
     if options.kind == "ray" and units:
-        outcomes = on_ray.outcomes(stage, units, options.workers)
+        outcomes = on_ray.outcomes(work, units, options.workers)
     elif options.workers == 1 or len(units) <= 1:
-        outcomes = (attempt(stage, unit, place) for unit in units)
+        outcomes = (attempt(work, unit, place) for unit in units)
     else:
-        outcomes = _in_parallel(stage, units, place, min(options.workers, len(units)))
+        outcomes = _in_parallel(work, units, place, min(options.workers, len(units)))
     try:
         for finished, failure in enumerate(outcomes, 1):
             if failure is not None:
@@ -63,13 +63,13 @@ def _run(stage: Stage, units: list[Unit], options: Options, tell: Callable[[int]
     finally:
         # units that still run end before their partial folders are deleted
         outcomes.close()
-        remove_partial(stage.out, stage.name)
+        remove_partial(work.out, work.name)
 
 
 def _in_parallel(
-    stage: Stage, units: list[Unit], place: store.Place | None, workers: int
+    work: Stage, units: list[Unit], place: store.Place | None, workers: int
 ) -> Generator[Json | None]:
-    logs = stage.out / ".logs" / stage.name
+    logs = work.out / ".logs" / work.name
     shutil.rmtree(logs, ignore_errors=True)
     (logs / "workers").mkdir(parents=True)
     # forking a process whose progress bar runs in a thread can deadlock the child
@@ -78,7 +78,7 @@ def _in_parallel(
     family = set[Any]()
     with ProcessPoolExecutor(workers, context, _begin, (logs,)) as pool:
         try:
-            futures = [pool.submit(_work, stage, unit, place, logs) for unit in units]
+            futures = [pool.submit(_work, work, unit, place, logs) for unit in units]
             family = set(multiprocessing.active_children()) - others
             for future in as_completed(futures):
                 yield future.result()
@@ -90,7 +90,7 @@ def _in_parallel(
             at = sorted(filter(None, claims))
             status = ", ".join(str(worker.exitcode) for worker in killed)
             raise ValueError(
-                f"{stage.name}: the worker at {', '.join(at) or 'no unit'} was killed (exit status {status}; -9 is "
+                f"{work.name}: the worker at {', '.join(at) or 'no unit'} was killed (exit status {status}; -9 is "
                 "kill -9, or the kernel when memory ran out: fewer --workers need less of it; what it said is in "
                 f"{logs}/workers.log); {AGAIN}"
             ) from broken
@@ -110,21 +110,21 @@ def _begin(logs: Path) -> None:
     end_with_parent()
 
 
-def _work(stage: Stage, unit: Unit, place: store.Place | None, logs: Path) -> Json | None:
+def _work(work: Stage, unit: Unit, place: store.Place | None, logs: Path) -> Json | None:
     # says which unit this worker is at, for the message if it is killed
     claim = logs / "workers" / str(os.getpid())
     claim.write_text(str(unit), encoding="utf-8")
-    failure = attempt(stage, unit, place)
+    failure = attempt(work, unit, place)
     claim.write_text("", encoding="utf-8")
     return failure
 
 
-def run_units(stage: Stage, options: Options, console: Console) -> dict[Unit, Json]:
+def run_units(work: Stage, options: Options, console: Console) -> dict[Unit, Json]:
     """Do the unfinished units and return all receipts, in order; only in `stage.exclusive`."""
     started = time.monotonic()
-    units = stage.units()
-    _read_receipts(stage, units)
-    todo = [unit for unit in units if not is_done(stage, unit)]
+    units = work.units()
+    _read_receipts(work, units)
+    todo = [unit for unit in units if not is_done(work, unit)]
     finished_before = len(units) - len(todo)
     text_columns = (
         progress.SpinnerColumn(),
@@ -135,44 +135,44 @@ def run_units(stage: Stage, options: Options, console: Console) -> dict[Unit, Js
     with progress.Progress(
         *columns, console=console, transient=True, disable=not console.is_terminal
     ) as bar:
-        task = bar.add_task(stage.name, total=len(units), completed=finished_before)
+        task = bar.add_task(work.name, total=len(units), completed=finished_before)
 
         def tell(finished: int) -> None:
             bar.update(task, completed=finished_before + finished)
 
-        _run(stage, todo, options, tell)
-    _read_receipts(stage, units)
+        _run(work, todo, options, tell)
+    _read_receipts(work, units)
     for unit in todo:
-        assert is_done(stage, unit), (
-            f"{stage.name} {unit} was run and is not done: did its key change?"
+        assert is_done(work, unit), (
+            f"{work.name} {unit} was run and is not done: did its key change?"
         )
-    _remove_others(stage, units)
+    _remove_others(work, units)
     took = f"{time.monotonic() - started:.1f} s"
-    console.print(f"{stage.name:9}{len(todo):6} units done, {finished_before} as before, {took}")
-    return {unit: receipt_of(stage.out, stage.name, unit) for unit in units}
+    console.print(f"{work.name:9}{len(todo):6} units done, {finished_before} as before, {took}")
+    return {unit: receipt_of(work.out, work.name, unit) for unit in units}
 
 
-def _read_receipts(stage: Stage, units: list[Unit]) -> None:
-    if remote := store.of(stage.out):
+def _read_receipts(work: Stage, units: list[Unit]) -> None:
+    if remote := store.of(work.out):
         # the plan and what else workers need
         remote.save()
         for source in {unit.source for unit in units}:
-            remote.read_receipts(stage.out / stage.name / source, again=True)
+            remote.read_receipts(work.out / work.name / source, again=True)
 
 
-def _remove_others(stage: Stage, units: list[Unit]) -> None:
-    expected = {unit_folder(stage.out, stage.name, unit) for unit in units}
+def _remove_others(work: Stage, units: list[Unit]) -> None:
+    expected = {unit_folder(work.out, work.name, unit) for unit in units}
     present = {
         path for folder in {unit.parent for unit in expected} for path in folder.glob("unit-*")
     }
     # units of an older plan, or of a time with more text
     for folder in present - expected:
         shutil.rmtree(folder)
-        if remote := store.of(stage.out):
+        if remote := store.of(work.out):
             remote.remove([folder], recursive=True)
 
 
-def summary(stage: str, receipts: Mapping[Unit, Json]) -> Table:
+def summary(title: str, receipts: Mapping[Unit, Json]) -> Table:
     sums: dict[str, Counter[str]] = {}
     for unit, receipt in receipts.items():
         row = sums.setdefault(unit.source, Counter())
@@ -184,7 +184,7 @@ def summary(stage: str, receipts: Mapping[Unit, Json]) -> Table:
                 row[name] += value
     columns = dict.fromkeys(name for row in sums.values() for name in row)
     rows = [[source, *(row[name] for name in columns)] for source, row in sums.items()]
-    return figures(stage, ("source", *columns), rows)
+    return figures(title, ("source", *columns), rows)
 
 
 def figures(title: str | None, head: Iterable[str], rows: Iterable[Iterable[Any]]) -> Table:

@@ -1,9 +1,12 @@
 """order and shuffle: from sorted runs to shards, one order for a whole source.
 
-Each run (of `tokenize` or `runs`) is sorted by (key, high, low), where key = xxh3(seed, low) and
-(high, low) are the halves of the text's 128-bit hash. The bytes depend on neither units, runs nor
-workers. Texts that are equal within a source are dropped in `order`, always; near copies, and copies in
-other sources, are the stage `dedup`'s.
+Nothing is drawn here: `tokenize` has sorted each unit by (key, high, low), where key is
+`document_ids.shuffle_key` and (high, low) are the halves of the text's 128-bit id. `order` merges the
+sorted runs (of `tokenize` or `runs`) range by range of keys, and `shuffle` cuts that order into shards.
+The bytes depend on neither units, runs nor workers.
+
+Texts that are equal within a source are dropped in `order`, always; near copies, and copies in other
+sources, are the stage `dedup`'s.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from data_mixtures import mixture, packing, shards
+from data_mixtures import document_ids, mixture, packing, shards
 from data_mixtures.recipe import Recipe
 from data_mixtures.shards import Json
 from data_mixtures.stages import blocks, sorted_runs, stage
@@ -44,24 +47,24 @@ class OrderDocuments(Stage):
             for n in range(len(ranges_of(self.out, source)))
         ]
 
-    def key(self, unit: Unit) -> str:
+    def result_key(self, unit: Unit) -> str:
         indexes = [
             receipt["files"][INDEX] for receipt in sorted_runs.receipts(self.out, unit.source)
         ]
         held_out = self.recipe.valid_per_10000_of(unit.source)
         return stage.key_of(self.name, unit.number, held_out, indexes)
 
-    def work(self, unit: Unit, folder: Path) -> Json:
+    def make(self, unit: Unit, folder: Path) -> Json:
         # a range of keys is one slice of every run; the source's order is the merge of such slices
         low, high = ranges_of(self.out, unit.source)[unit.number]
         # merges the indexes only, no tokens
-        runs = sorted_runs.find_units(self.out, unit.source)
-        with blocks.open_files(self.out, *runs, INDEX) as files:
+        with sorted_runs.open_runs(self.out, unit.source, INDEX) as files:
             parts = sorted_runs.read_slices(files, low, high)
         documents = sorted_runs.drop_duplicates(sorted_runs.in_order(parts))
         read_count = sum(map(len, parts))
-        limit = shards.find_held_out_limit(self.recipe.valid_per_10000_of(unit.source))
-        held_out = documents["low"] < np.uint64(limit)
+        held_out = document_ids.is_held_out(
+            documents["low"], self.recipe.valid_per_10000_of(unit.source)
+        )
         counts: Json = {"documents": read_count, "duplicate": read_count - len(documents)}
         for name, part in (("train", documents[~held_out]), ("valid", documents[held_out])):
             shards.save_array(folder / f"{name}.npy", with_columns(part, _PLACED))
@@ -89,9 +92,11 @@ class WriteShards(Stage):
     name = SHUFFLE
 
     def units(self) -> list[Unit]:
-        return [Unit(source, n) for source in self.sources for n in range(self.shards(source) + 1)]
+        return [
+            Unit(source, n) for source in self.sources for n in range(self.count_shards(source) + 1)
+        ]
 
-    def shards(self, source: str) -> int:
+    def count_shards(self, source: str) -> int:
         """Return how many shards a source fills; ValueError if its text fills no training window."""
         if not (windows := self._windows(source, "train")):
             few = f"too little text for one training window of {self.recipe.seq_len} tokens"
@@ -110,7 +115,7 @@ class WriteShards(Stage):
     def _orders(self, source: str) -> tuple[Json, ...]:
         return receipts(self.out, ORDER, source, len(ranges_of(self.out, source)))
 
-    def key(self, unit: Unit) -> str:
+    def result_key(self, unit: Unit) -> str:
         order = [receipt["files"] for receipt in self._orders(unit.source)]
         runs = sorted_runs.receipts(self.out, unit.source)
         run_files = [[receipt["files"][name] for name in SLICED] for receipt in runs]
@@ -118,8 +123,8 @@ class WriteShards(Stage):
             self.name, unit.number, layout(self.recipe, unit.source), order, run_files
         )
 
-    def work(self, unit: Unit, folder: Path) -> Json:
-        part = "train" if unit.number < self.shards(unit.source) else "valid"
+    def make(self, unit: Unit, folder: Path) -> Json:
+        part = "train" if unit.number < self.count_shards(unit.source) else "valid"
         path = folder / (f"shard-{unit.number:05d}.bin" if part == "train" else shards.VALID)
         write = (
             self._write_concatenated
@@ -132,8 +137,7 @@ class WriteShards(Stage):
         # no document begins in this part of the stream
         if not entry["windows"]:
             return entry
-        runs = sorted_runs.find_units(self.out, unit.source)
-        with blocks.open_files(self.out, *runs, ORIGINS) as files:
+        with sorted_runs.open_runs(self.out, unit.source, ORIGINS) as files:
             slices = index["unit"], index["origin"], index["origin_bytes"]
             origins = blocks.gather(files, *slices, np.dtype("u1"))
             if order is not None:
@@ -206,8 +210,7 @@ class WriteShards(Stage):
         """
         at = 0
         dtype = sorted_runs.dtype_of(self.out, source)
-        runs = sorted_runs.find_units(self.out, source)
-        with blocks.open_files(self.out, *runs, TOKENS) as files:
+        with sorted_runs.open_runs(self.out, source, TOKENS) as files:
             for number, receipt in enumerate(self._orders(source)):
                 if at >= last:
                     return

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -31,6 +31,7 @@ def groups(out: Path, source: str) -> list[list[Unit]]:
 
 
 def find_units(out: Path, source: str) -> tuple[str, list[Unit]]:
+    """Return the sorted runs of a source: the stage that made them, and its units."""
     units = stage.list_units(out, source)
     count = len(groups(out, source))
     # every shard reads a slice of each run, so files are opened (runs x shards) times: with units
@@ -38,6 +39,11 @@ def find_units(out: Path, source: str) -> tuple[str, list[Unit]]:
     if count == len(units):
         return "tokenize", units
     return "runs", [Unit(source, number) for number in range(count)]
+
+
+def open_runs(out: Path, source: str, name: str) -> AbstractContextManager[list[CheckedFile]]:
+    """Open file `name` of each run of a source, in their order; ValueError as `blocks.open_files`."""
+    return blocks.open_files(out, *find_units(out, source), name)
 
 
 def receipts(out: Path, source: str) -> tuple[Json, ...]:
@@ -66,7 +72,7 @@ class Runs(Stage):
         by_source = [find_units(self.out, source) for source in self.sources]
         return list(chain.from_iterable(units for name, units in by_source if name == self.name))
 
-    def key(self, unit: Unit) -> str:
+    def result_key(self, unit: Unit) -> str:
         return stage.key_of(
             self.name, [receipt["files"] for _, receipt in self._list_members(unit)]
         )
@@ -75,10 +81,12 @@ class Runs(Stage):
         group = groups(self.out, unit.source)[unit.number]
         return [(unit, stage.receipt_of(self.out, "tokenize", unit)) for unit in group]
 
-    def work(self, unit: Unit, folder: Path) -> Json:
+    def make(self, unit: Unit, folder: Path) -> Json:
         group, receipts = zip(*self._list_members(unit), strict=True)
-        names = "documents", "tokens", "bytes"
-        total = {name: sum(receipt["counts"][name] for receipt in receipts) for name in names}
+        total = {
+            name: sum(receipt["counts"][name] for receipt in receipts)
+            for name in ("documents", "tokens", "bytes")
+        }
         with ExitStack() as stack:
             inputs = {
                 n: stack.enter_context(blocks.open_files(self.out, "tokenize", group, n))

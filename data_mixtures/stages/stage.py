@@ -80,11 +80,11 @@ class Stage:
         """Return all units in a fixed order; by default those of the plan."""
         return [unit for source in self.sources for unit in list_units(self.out, source)]
 
-    def key(self, unit: Unit) -> str:
+    def result_key(self, unit: Unit) -> str:
         """Return the hash (`key_of`) of everything that the unit's result depends on."""
         raise NotImplementedError
 
-    def work(self, unit: Unit, folder: Path) -> Json:
+    def make(self, unit: Unit, folder: Path) -> Json:
         """Write the unit's files into the empty `folder`; return the counts for its receipt."""
         raise NotImplementedError
 
@@ -152,8 +152,8 @@ def find_unit_plan(out: Path, unit: Unit) -> Json:
     return find_plan(out, unit.source)["units"][unit.number]
 
 
-def unit_folder(out: Path, stage: str, unit: Unit) -> Path:
-    return out / stage / str(unit)
+def unit_folder(out: Path, made_by: str, unit: Unit) -> Path:
+    return out / made_by / str(unit)
 
 
 def key_of(name: str, *parts: Any) -> str:
@@ -171,9 +171,9 @@ def code_sha256() -> str:
     return digest.hexdigest()[:16]
 
 
-def read_receipt(out: Path, stage: str, unit: Unit) -> Json | None:
+def read_receipt(out: Path, made_by: str, unit: Unit) -> Json | None:
     """Return a unit's {"key", "code", "files": {name: {"bytes", "xxh3"}}, "counts"[, "freed"]}, or None."""
-    path = unit_folder(out, stage, unit) / RECEIPT
+    path = unit_folder(out, made_by, unit) / RECEIPT
     if remote := store.of(out):
         remote.pull(path)
     try:
@@ -182,40 +182,44 @@ def read_receipt(out: Path, stage: str, unit: Unit) -> Json | None:
         return None
 
 
-def receipt_of(out: Path, stage: str, unit: Unit) -> Json:
+def receipt_of(out: Path, made_by: str, unit: Unit) -> Json:
     """Return the receipt of a finished unit; ValueError if it is unfinished."""
-    if (receipt := read_receipt(out, stage, unit)) is None:
-        raise ValueError(f"{out}: {unit} has not been through {stage!r} yet; run that stage first")
+    if (receipt := read_receipt(out, made_by, unit)) is None:
+        raise ValueError(
+            f"{out}: {unit} has not been through {made_by!r} yet; run that stage first"
+        )
     return receipt
 
 
-def receipts(out: Path, stage: str, source: str, count: int | None = None) -> tuple[Json, ...]:
+def receipts(out: Path, made_by: str, source: str, count: int | None = None) -> tuple[Json, ...]:
     """Return the receipts of a source's first `count` units (default: all); ValueError if one is missing."""
-    folder = out / stage / source
+    folder = out / made_by / source
     if remote := store.of(out):
         remote.read_receipts(folder)
     # a unit appears by a rename in this folder, so its time tells when receipts must be read again
     changed_ns = folder.stat().st_mtime_ns if folder.is_dir() else 0
     count = len(list_units(out, source)) if count is None else count
-    return _receipts(out, stage, source, count, changed_ns)
+    return _receipts(out, made_by, source, count, changed_ns)
 
 
 @functools.lru_cache(maxsize=256)
-def _receipts(out: Path, stage: str, source: str, count: int, changed_ns: int) -> tuple[Json, ...]:
-    return tuple(receipt_of(out, stage, Unit(source, number)) for number in range(count))
+def _receipts(
+    out: Path, made_by: str, source: str, count: int, changed_ns: int
+) -> tuple[Json, ...]:
+    return tuple(receipt_of(out, made_by, Unit(source, number)) for number in range(count))
 
 
-def counts(out: Path, stage: str, source: str, count: int | None = None) -> list[Json]:
-    return [receipt["counts"] for receipt in receipts(out, stage, source, count)]
+def counts(out: Path, made_by: str, source: str, count: int | None = None) -> list[Json]:
+    return [receipt["counts"] for receipt in receipts(out, made_by, source, count)]
 
 
-def result(out: Path, stage: str, unit: Unit) -> tuple[Path, Json]:
+def result(out: Path, made_by: str, unit: Unit) -> tuple[Path, Json]:
     """Return folder and receipt of a finished unit; ValueError if it is unfinished or freed."""
-    receipt = receipt_of(out, stage, unit)
-    folder = unit_folder(out, stage, unit)
+    receipt = receipt_of(out, made_by, unit)
+    folder = unit_folder(out, made_by, unit)
     if receipt.get("freed"):
         raise ValueError(
-            f"{folder} was freed, and is needed again; remove it (or all of {folder.parent}) and run {stage!r} again"
+            f"{folder} was freed, and is needed again; remove it (or all of {folder.parent}) and run {made_by!r} again"
         )
     if remote := store.of(out):
         for name in receipt["files"]:
@@ -224,13 +228,13 @@ def result(out: Path, stage: str, unit: Unit) -> tuple[Path, Json]:
     return folder, receipt
 
 
-def check_file(out: Path, stage: str, unit: Unit, name: str) -> Path:
+def check_file(out: Path, made_by: str, unit: Unit, name: str) -> Path:
     """Return the path of a finished unit's file after comparing its bytes with the receipt.
 
     Raises:
         ValueError: they differ; the unit then counts as not done.
     """
-    folder, receipt = result(out, stage, unit)
+    folder, receipt = result(out, made_by, unit)
     path = folder / name
     expected = receipt["files"][name]
     if remote := store.of(out):
@@ -239,20 +243,20 @@ def check_file(out: Path, stage: str, unit: Unit, name: str) -> Path:
     if entry == expected:
         return path
     # a link of a mirror's file stays: the next start would take over what that file holds now
-    if stage == "fetch" and path.is_file() and path.stat().st_nlink > 1:
+    if made_by == "fetch" and path.is_file() and path.stat().st_nlink > 1:
         fix = f"It is a link of a mirror's file: restore that one, or remove {folder} to read it as it is now"
     else:
-        forget(out, stage, unit)
+        forget(out, made_by, unit)
         fix = "Was it changed, or does a disk or memory fail? Start again: the unit is then made again"
     raise ValueError(
-        f"{path} is not what {stage!r} wrote: {entry['bytes']} bytes with xxh3 {entry['xxh3']}, its receipt says "
+        f"{path} is not what {made_by!r} wrote: {entry['bytes']} bytes with xxh3 {entry['xxh3']}, its receipt says "
         f"{expected['bytes']} with {expected['xxh3']}. {fix}"
     )
 
 
-def forget(out: Path, stage: str, unit: Unit) -> None:
+def forget(out: Path, made_by: str, unit: Unit) -> None:
     """Mark a unit as not done."""
-    folder = unit_folder(out, stage, unit)
+    folder = unit_folder(out, made_by, unit)
     if folder.is_dir():
         (folder / RECEIPT).unlink(missing_ok=True)
         # the folder's time tells readers that receipts changed
@@ -261,25 +265,25 @@ def forget(out: Path, stage: str, unit: Unit) -> None:
         remote.remove([folder / RECEIPT])
 
 
-def is_done(stage: Stage, unit: Unit) -> bool:
+def is_done(work: Stage, unit: Unit) -> bool:
     """Return whether the unit's result is complete and has its current key."""
     # the key covers the receipts of the previous stage, so a change cascades, and a restart repeats
     # only what was lost
-    receipt = read_receipt(stage.out, stage.name, unit)
-    if receipt is None or receipt["key"] != stage.key(unit):
+    receipt = read_receipt(work.out, work.name, unit)
+    if receipt is None or receipt["key"] != work.result_key(unit):
         return False
     # a store loses no file
-    if receipt.get("freed") or store.of(stage.out):
+    if receipt.get("freed") or store.of(work.out):
         return True
-    folder = unit_folder(stage.out, stage.name, unit)
+    folder = unit_folder(work.out, work.name, unit)
     files = ((folder / name, entry["bytes"]) for name, entry in receipt["files"].items())
     return all(path.is_file() and path.stat().st_size == size for path, size in files)
 
 
-def free(out: Path, stage: str, unit: Unit) -> int:
+def free(out: Path, made_by: str, unit: Unit) -> int:
     """Delete a finished unit's files except JSON; return the bytes freed."""
-    receipt = receipt_of(out, stage, unit)
-    folder = unit_folder(out, stage, unit)
+    receipt = receipt_of(out, made_by, unit)
+    folder = unit_folder(out, made_by, unit)
     # the receipt first: after a kill in between, no receipt lists a file that is gone
     shards.write_json(folder / RECEIPT, {**receipt, "freed": True})
     files = receipt["files"].items()
@@ -311,30 +315,35 @@ def exclusive(out: Path) -> Iterator[Path]:
             yield out
 
 
-def remove_partial(out: Path, stage: str) -> None:
+def remove_partial(out: Path, made_by: str) -> None:
     """Delete what killed runs of this stage left; only in `exclusive`."""
-    for path in (*(out / stage).glob("*/.*.partial"), *(out / stage).glob("*/.*.old")):
+    for path in (*(out / made_by).glob("*/.*.partial"), *(out / made_by).glob("*/.*.old")):
         shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
-def do(stage: Stage, unit: Unit) -> None:
+def do(work: Stage, unit: Unit) -> None:
     # work in a folder of another name; the rename at the end makes the result appear at once
-    final = unit_folder(stage.out, stage.name, unit)
+    final = unit_folder(work.out, work.name, unit)
     partial = final.with_name(f".{final.name}.{uuid.uuid4().hex}.partial")
     partial.mkdir(parents=True)
     try:
-        counts = stage.work(unit, partial)
+        counts = work.make(unit, partial)
         files = {path.name: _entry(path, sync=True) for path in sorted(partial.iterdir())}
-        receipt = {"key": stage.key(unit), "code": code_sha256(), "files": files, "counts": counts}
+        receipt = {
+            "key": work.result_key(unit),
+            "code": code_sha256(),
+            "files": files,
+            "counts": counts,
+        }
         shards.write_json(partial / RECEIPT, receipt)
         shards.publish(partial, final)
-        if remote := store.of(stage.out):
+        if remote := store.of(work.out):
             remote.push(final)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def attempt(stage: Stage, unit: Unit, place: store.Place | None = None) -> Json | None:
+def attempt(work: Stage, unit: Unit, place: store.Place | None = None) -> Json | None:
     """Do one unit and return what went wrong, or None.
 
     Args:
@@ -342,15 +351,15 @@ def attempt(stage: Stage, unit: Unit, place: store.Place | None = None) -> Json 
     """
     try:
         if place is not None:
-            stage = replace(stage, out=store.workers_copy(place))
+            work = replace(work, out=store.workers_copy(place))
         # a worker that was lost may have left its receipt
-        if not is_done(stage, unit):
-            do(stage, unit)
+        if not is_done(work, unit):
+            do(work, unit)
     # failures are returned as plain data, since not every exception can be pickled
     except FOR_USERS as error:
-        return {"user": True, "message": f"{stage.name} {unit}: {error}"}
+        return {"user": True, "message": f"{work.name} {unit}: {error}"}
     except Exception:
-        return {"user": False, "message": f"{stage.name} {unit} failed:\n{traceback.format_exc()}"}
+        return {"user": False, "message": f"{work.name} {unit} failed:\n{traceback.format_exc()}"}
     return None
 
 

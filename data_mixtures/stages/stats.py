@@ -18,7 +18,7 @@ from rich.table import Table
 
 from data_mixtures import mixture, shards
 from data_mixtures.shards import Json
-from data_mixtures.stages import blocks, sorted_runs
+from data_mixtures.stages import sorted_runs
 from data_mixtures.stages.fetch import describe_lost_files
 from data_mixtures.stages.run import figures
 from data_mixtures.stages.tokenize import INDEX
@@ -159,7 +159,7 @@ def _count_shared(
     # documents with low <= key < high
     ids = {}
     for source in sources:
-        with blocks.open_files(out, *sorted_runs.find_units(out, source), INDEX) as files:
+        with sorted_runs.open_runs(out, source, INDEX) as files:
             ids[source] = np.unique(
                 np.concatenate(sorted_runs.read_slices(files, low, high))["low"]
             )

@@ -17,15 +17,17 @@ import numpy as np
 import xxhash
 
 from data_mixtures import shards, tokenizer
+from data_mixtures.document_ids import is_held_out, low_half, shuffle_key
 from data_mixtures.recipe import Recipe, TokenizerFile, TokenizerTraining
 from data_mixtures.shards import Json
-from data_mixtures.stages import blocks, documents, stage
+from data_mixtures.stages import blocks, documents, repeats, stage
 from data_mixtures.stages.stage import DOCUMENTS, Stage, Unit
 from records.files import file_sha256, write_atomically
 
 INDEX, TOKENS, ORIGINS = SLICED = "documents.npy", "tokens.bin", "origins.bin"
-# start and length are of its tokens, in tokens; origin and origin_bytes of the JSON that says
-# where it came from
+# key, high, low: see `document_ids`. start and length are of its tokens, in tokens of tokens.bin;
+# origin and origin_bytes of the JSON that says where it came from, in bytes of origins.bin; bytes is
+# the size of its text
 _COLUMNS = ("key", "high", "low", "start", "origin"), ("length", "bytes", "origin_bytes")
 DOCUMENT = np.dtype(
     [(name, kind) for names, kind in zip(_COLUMNS, ("<u8", "<u4"), strict=True) for name in names]
@@ -39,7 +41,7 @@ class Tokenize(Stage):
 
     name = "tokenize"
 
-    def key(self, unit: Unit) -> str:
+    def result_key(self, unit: Unit) -> str:
         filtered = stage.receipt_of(self.out, "filter", unit)["files"][DOCUMENTS]
         rows = np.concatenate(
             list(documents.find_left_out(self.recipe, self.out, unit).values())
@@ -53,10 +55,11 @@ class Tokenize(Stage):
         ]
         return stage.key_of(self.name, decides, filtered)
 
-    def work(self, unit: Unit, folder: Path) -> Json:
-        return self._work(unit, folder, fast=True) or self._work(unit, folder, fast=False)
+    def make(self, unit: Unit, folder: Path) -> Json:
+        # after an inexact fast encoding, every file of the folder is written again from its beginning
+        return self._encode(unit, folder, fast=True) or self._encode(unit, folder, fast=False)
 
-    def _work(self, unit: Unit, folder: Path, fast: bool) -> Json:
+    def _encode(self, unit: Unit, folder: Path, fast: bool) -> Json:
         """Return the counts, or {} if the fast encoder must not be used for this unit."""
         encoder = _load_tokenizer(shards.tokenizer_path(self.out), tuple(_hashes(self.out)))
         rows = []
@@ -74,7 +77,7 @@ class Tokenize(Stage):
                 origin_file.writelines(origins)
                 rows.append(describe(ids, self.recipe.seed, lengths, texts, origins))
                 looping.append(
-                    documents.with_repeats(tokens, lengths)
+                    repeats.find_repeats(tokens, lengths)
                     if drop_repeats
                     else np.zeros(len(ids), bool)
                 )
@@ -149,18 +152,12 @@ def describe(
 ) -> np.ndarray:
     """Return the unordered rows of documents.npy (DOCUMENT)."""
     rows = np.zeros(len(ids), DOCUMENT)
-    halves = np.frombuffer(b"".join(ids), ">u8").reshape(-1, 2)
-    rows["high"], rows["low"] = halves.T
-    rows["key"] = [key_of_id(identity, seed) for identity in ids]
+    rows["high"], rows["low"] = np.frombuffer(b"".join(ids), ">u8").reshape(-1, 2).T
+    rows["key"] = [shuffle_key(identity, seed) for identity in ids]
     rows["length"] = lengths
     rows["bytes"] = list(map(len, texts))
     rows["origin_bytes"] = list(map(len, origins))
     return rows
-
-
-def key_of_id(identity: bytes, seed: int) -> int:
-    """Return the shuffle's sort key: xxh3_64 of the id's low half, little-endian."""
-    return xxhash.xxh3_64_intdigest(identity[:7:-1], seed=seed)
 
 
 def write_ordered(path: Path, unsorted: Path, sizes: np.ndarray, order: np.ndarray) -> None:
@@ -249,16 +246,16 @@ def first_documents(
     Args:
         documents: (id, text) in any order.
     """
-    held_out = shards.find_held_out_limit(_find_most_held_out(recipe))
+    held_out = _find_most_held_out(recipe)
     # negative, so that the last in the shuffle's order comes first
     heap: list[tuple[int, int, bytes]] = []
     ids = set[int]()
     size = 0
     for identity, text in documents:
         number = int.from_bytes(identity, "big")
-        if number % 2**64 < held_out or number in ids:
+        if is_held_out(low_half(identity), held_out) or number in ids:
             continue
-        heapq.heappush(heap, (-key_of_id(identity, recipe.seed), -number, text))
+        heapq.heappush(heap, (-shuffle_key(identity, recipe.seed), -number, text))
         ids.add(number)
         size += len(text)
         while heap and size - len(heap[0][2]) >= budget:

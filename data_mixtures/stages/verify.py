@@ -16,7 +16,7 @@ import xxhash
 from rich.console import Console
 from rich.progress import track
 
-from data_mixtures import mixture, shards
+from data_mixtures import document_ids, mixture, shards
 from data_mixtures.shards import Json
 from data_mixtures.stages import shuffle, stage
 from data_mixtures.stages.stage import Unit
@@ -89,15 +89,15 @@ def _check_index(path: Path, manifest: Json, entry: Json, begins: np.ndarray | N
     docs = entry["docs"]
     if (sha256 := hashlib.sha256(data).hexdigest()) != docs["sha256_uncompressed"]:
         raise ValueError(f"unpacked sha256 {sha256}, {docs['sha256_uncompressed']} in the manifest")
-    ids, lengths, _ = shards.unpack_documents(data)
-    if (ids < np.uint64(shards.find_held_out_limit(manifest["valid_per_10000"]))).any():
+    lows, lengths, _ = shards.unpack_documents(data)
+    if document_ids.is_held_out(lows, manifest["valid_per_10000"]).any():
         raise ValueError("lists documents that are held out")
     if begins is None:
         return
     # the last token is the next shard's first as well
     begins = begins[begins < entry["windows"] * manifest["seq_len"]]
-    if len(begins) != len(ids):
-        raise ValueError(f"lists {len(ids)} documents, {len(begins)} begin in {entry['name']}")
+    if len(begins) != len(lows):
+        raise ValueError(f"lists {len(lows)} documents, {len(begins)} begin in {entry['name']}")
     # of packed windows, documents do not lie in a row
     if "flags" not in entry and not np.array_equal(np.diff(begins), lengths[:-1]):
         raise ValueError(

@@ -22,11 +22,11 @@ import tyro
 
 from evals.code.answers import Sampling, collect, make_prompt
 from evals.code.sandbox import find_sandbox
-from evals.code.score import EVALPLUS, Dataset, Judge, open_dataset
+from evals.code.score import EVALPLUS, Dataset, Judge, Verdict, open_dataset
 from evals.code.selection import cut_beginning, select_function
 from evals.intervals import wilson
 from evals.items import Partial
-from evals.scorer import LOCAL, SourceFlags, load_tokenizer, open_scorer, origin
+from evals.scorer import LOCAL, AnswererFlags, identify_model, load_tokenizer, open_scorer
 from evals.tables import console
 from records.evals import NOWHERE, SETTINGS, AboutFlags, EvalCommand, check_range, optional
 from records.files import JsonObject, file_sha256
@@ -72,8 +72,8 @@ class Scoring:
         check_range(1, parallel=self.parallel)
 
 
-# by problem, of each sample: whether (base, base and plus) tests pass
-Scored = dict[str, list[tuple[bool, bool]]]
+# by problem, of each sample
+Scored = dict[str, list[Verdict]]
 
 
 def solutions(answers: list[JsonObject], chat: bool, dataset: Dataset) -> list[JsonObject]:
@@ -96,8 +96,8 @@ def solutions(answers: list[JsonObject], chat: bool, dataset: Dataset) -> list[J
 def figures_of(scored: Scored, n: int) -> JsonObject:
     """Compute pass@1 and pass@k (k up to n) on the base tests, and on base and plus tests together."""
     figures: JsonObject = {"pass@k": {str(k): {} for k in KS if k <= n}}
-    for tests, name in enumerate(("base", "plus")):
-        counts = [sum(sample[tests] for sample in samples) for samples in scored.values()]
+    for name in Verdict._fields:
+        counts = [sum(getattr(v, name) for v in verdicts) for verdicts in scored.values()]
         for k, at_k in figures["pass@k"].items():
             at_k[name] = fsum(pass_at_k(n, passed, int(k)) for passed in counts) / len(counts)
         share = figures[f"pass@1_{name}"] = figures["pass@k"]["1"][name]
@@ -126,7 +126,7 @@ def main(
         Path | None, optional("DIR", "a folder of its own in items/ beside --out")
     ] = None,
     prompt: Prompting = "auto",
-    source: SourceFlags = LOCAL,
+    answerer: AnswererFlags = LOCAL,
     sampling: Annotated[Sampling, tyro.conf.arg(help="how answers are generated")] = GREEDY,
     scoring: Annotated[Scoring, tyro.conf.arg(help="how answers are tested")] = Scoring(),
     about: AboutFlags = NOWHERE,
@@ -139,15 +139,15 @@ def main(
         results: folder for answers and results, where an interrupted run resumes
         prompt: a user message (chat), or a function's beginning (completion); auto is chat where there is a template
     """
-    if (results or about.out) is None or (hf_dir is None) == (source.base_url is None):
+    if (results or about.out) is None or (hf_dir is None) == (answerer.base_url is None):
         raise ValueError("--results or --out, and either a model folder or --base-url are required")
     data = open_dataset(dataset)
     sandbox = find_sandbox(scoring.unsafe_no_sandbox)
     chat = is_chat(prompt, hf_dir)
-    scorer = open_scorer(hf_dir, source)
-    who = origin(hf_dir, scorer) | {"data_sha256": file_sha256(dataset)}
+    scorer = open_scorer(hf_dir, answerer)
+    who = identify_model(hf_dir, scorer) | {"data_sha256": file_sha256(dataset)}
     settings = {
-        "model": hf_dir.resolve().name if hf_dir else source.model or "laneformer",
+        "model": hf_dir.resolve().name if hf_dir else answerer.model or "laneformer",
         "protocol": "greedy" if sampling.temperature == 0 else "sampled",
         "prompt": "chat" if chat else "completion",
         **asdict(sampling),
@@ -178,7 +178,7 @@ def score_answers(
 ) -> tuple[JsonObject, list[JsonObject]]:
     """Test the code in the answers; return figures and the lines of the file of items."""
     data = judge.dataset
-    rows = solutions(answers, chat, judge.dataset)
+    rows = solutions(answers, chat, data)
     scored = judge.evaluate(rows, "samples")
     rules = Counter(row["rule"] for row in rows)
     figures = {
@@ -203,9 +203,9 @@ def score_references(judge: Judge) -> JsonObject:
 def make_item_lines(dataset: Dataset, scored: Scored) -> list[JsonObject]:
     """Return a line per problem: the share of samples that pass the base tests, then both."""
     lines = []
-    for tests, task in enumerate((dataset.name, f"{dataset.name}+")):
+    for tests, task in (("base", dataset.name), ("plus", f"{dataset.name}+")):
         for number, problem in enumerate(dataset.problems):
-            passed = [sample[tests] for sample in scored[problem["task_id"]]]
+            passed = [getattr(verdict, tests) for verdict in scored[problem["task_id"]]]
             lines.append(
                 {"task": task, "item": number, "right": sum(passed) / len(passed), "losses": []}
             )

@@ -32,36 +32,39 @@ MAY_SHOW = (
 EXACT = ("Fraction", "Decimal")  # names, as every import here delays every solution
 
 
-def plain(value: Any) -> Any:
-    """Turn a value into JSON: most as it is, else {type: content}."""
+def to_json(value: Any) -> Any:
+    """Turn a value into JSON: most as it is, else {type: content}, which `solution.read` reads.
+
+    A value that is not exactly of a builtin type becomes {"like": [type it extends, content]}.
+    """
     kind = type(value)
     if value is None or kind in (bool, str, float) or (kind is int and -MAX_INT < value < MAX_INT):
         return value
     if kind is list:
-        return value if are_plain(value) else [plain(item) for item in value]
+        return value if are_json(value) else [to_json(item) for item in value]
     if kind in KINDS or kind.__name__ in EXACT:
-        return {kind.__name__: content(kind.__name__, value)}
+        return {kind.__name__: encode_content(kind.__name__, value)}
     if kind.__module__ == "numpy" and getattr(value, "shape", None) == ():
         value = value.item()
-        return {"like": [type(value).__name__ if type(value) in KINDS else "int", plain(value)]}
+        return {"like": [type(value).__name__ if type(value) in KINDS else "int", to_json(value)]}
     for builtin in KINDS:
         if isinstance(value, builtin):
-            return {"like": [builtin.__name__, plain(builtin(value))]}
+            return {"like": [builtin.__name__, to_json(builtin(value))]}
     # [the builtin type that it extends or "items", content]
     return {
-        "like": ["items", plain(list(value))] if isinstance(value, Iterable) else ["object", None]
+        "like": ["items", to_json(list(value))] if isinstance(value, Iterable) else ["object", None]
     }
 
 
-def are_plain(items: Sequence[Any]) -> bool:
-    # at the speed of C: an answer may hold 100 million numbers
+def are_json(items: Sequence[Any]) -> bool:
+    # whether JSON holds all items as they are, at the speed of C: an answer may hold 100 million numbers
     types = set(map(type, items))
     if int not in types:
         return types <= {bool, str, float, type(None)}
     return types <= {bool, int, float} and min(items) > -MAX_INT and max(items) < MAX_INT
 
 
-def content(kind: str, value: Any) -> Any:
+def encode_content(kind: str, value: Any) -> Any:
     """Encode a value without the loss of a bit or a digit."""
     if kind == "int":
         return hex(value)
@@ -70,12 +73,12 @@ def content(kind: str, value: Any) -> Any:
     if kind == "bytes":
         return base64.b64encode(value).decode()
     if kind == "dict":
-        return [[plain(key), plain(inner)] for key, inner in value.items()]
+        return [[to_json(key), to_json(inner)] for key, inner in value.items()]
     if kind == "Fraction":
         return [hex(value.numerator), hex(value.denominator)]
     if kind == "Decimal":
         return str(value)
-    return list(value) if are_plain(value) else [plain(item) for item in value]
+    return list(value) if are_json(value) else [to_json(item) for item in value]
 
 
 def limit_process(limits: dict[str, int]) -> None:
@@ -126,11 +129,11 @@ def solve() -> None:
         if type(value) in (list, tuple) and len(value) > PART:
             before, after = ("[", "]") if type(value) is list else ('{"tuple": [', "]}")
             for start in range(0, len(value), PART):
-                part = [plain(item) for item in value[start : start + PART]]
+                part = [to_json(item) for item in value[start : start + PART]]
                 print("," if start else before, json.dumps(part)[1:-1], sep="", end="", file=reply)
             print(after, file=reply, flush=True)
         else:
-            print(json.dumps(plain(value)), file=reply, flush=True)
+            print(json.dumps(to_json(value)), file=reply, flush=True)
 
     # at the start, and again once the function is defined
     send(None)

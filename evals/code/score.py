@@ -16,6 +16,7 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy
 from rich.progress import track
@@ -96,6 +97,13 @@ def open_dataset(path: Path) -> Dataset:
     return Dataset(name, version, md5, problems)
 
 
+class Verdict(NamedTuple):
+    """Whether a sample passes the base tests, and whether it passes base and plus tests both."""
+
+    base: bool
+    plus: bool
+
+
 @dataclass(frozen=True)
 class Judge:
     """Scores solutions of one data set.
@@ -116,7 +124,7 @@ class Judge:
     def control(self) -> JsonObject:
         rows = [{"task_id": p["task_id"], "solution": reference(p)} for p in self.dataset.problems]
         scored = self.evaluate(rows, "control")
-        failed = [task for task, samples in scored.items() if samples[0] != (True, True)]
+        failed = [task for task, samples in scored.items() if not samples[0].plus]
         return {
             "passed": len(scored) - len(failed),
             "total": len(scored),
@@ -126,14 +134,15 @@ class Judge:
             "unexpected_failures": [task for task in failed if task not in KNOWN_FAILURES],
         }
 
-    def evaluate(self, rows: Sequence[JsonObject], name: str) -> dict[str, list[tuple[bool, bool]]]:
+    def evaluate(self, rows: Sequence[JsonObject], name: str) -> dict[str, list[Verdict]]:
         """Test {"task_id", "solution"} rows and write them with their verdicts to `name`.jsonl.
 
         Returns:
-            By task, for each sample: whether base tests pass, and base and plus tests.
+            By task, the verdict on each sample. In the file, `base` and `plus` are the statuses of the two
+            kinds of tests, each alone.
         """
         problems, rows = self.dataset.by_task, [dict(row) for row in rows]
-        keys = [(row, which) for row in rows for which in TESTS]
+        keys = list(itertools.product(rows, TESTS))
         checks = [(problems[row["task_id"]], which, row["solution"]) for row, which in keys]
         with tempfile.TemporaryDirectory(dir=self.folder, prefix=".work-") as work:
             request = self._request(Path(work))
@@ -151,10 +160,10 @@ class Judge:
         write_atomically(
             self.folder / f"{name}.jsonl", "".join(json.dumps(row) + "\n" for row in rows)
         )
-        scored: dict[str, list[tuple[bool, bool]]] = {}
+        scored: dict[str, list[Verdict]] = {}
         for row in rows:
             base, plus = (row[which] == "pass" for which in TESTS)
-            scored.setdefault(row["task_id"], []).append((base, base and plus))
+            scored.setdefault(row["task_id"], []).append(Verdict(base, base and plus))
         return scored
 
     def _request(self, work: Path) -> JsonObject:

@@ -53,21 +53,21 @@ class SandboxError(Exception):
     """A sandbox did not start, so no verdict would mean anything."""
 
 
-def like(kind: str, value: Any) -> Any:
+def read_model_value(kind: str, value: Any) -> Any:
     """Read a value of a solution that is not exactly of a builtin type."""
     return KINDS[kind](value) if kind in KINDS else object()
 
 
-def plain(kind: str, value: Any) -> Any:
-    """Read such a value of a reference solution."""
+def read_reference_value(kind: str, value: Any) -> Any:
+    """Read such a value of a reference solution: as the builtin type, which is what is expected."""
     return object() if kind == "object" else value
 
 
-def read(line: bytes, reading: Callable[[str, Any], Any] = like) -> Any:
+def read(line: bytes, reading: Callable[[str, Any], Any] = read_model_value) -> Any:
     """Read the value that runner.py wrote as a line of JSON.
 
     Args:
-        reading: `like` or `plain`, for what is not exactly of a builtin type.
+        reading: `read_model_value` or `read_reference_value`, for what is not exactly of a builtin type.
     """
 
     def value_of(tagged: dict[str, Any]) -> Any:

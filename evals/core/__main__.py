@@ -16,7 +16,7 @@ import tyro
 from evals.core.evaluate import Settings, evaluate, show
 from evals.core.tasks import Bundle
 from evals.items import open_partial
-from evals.scorer import LOCAL, SourceFlags, open_scorer, origin
+from evals.scorer import LOCAL, AnswererFlags, identify_model, open_scorer
 from records.evals import NOWHERE, AboutFlags, EvalCommand, ModelFolder, code_at_start
 from records.items import write_items
 
@@ -29,7 +29,7 @@ def main(
     settings: Annotated[
         Settings, tyro.conf.arg(name="task", help="which items are scored, and their prompts")
     ] = ALL_ITEMS,
-    source: SourceFlags = LOCAL,
+    answerer: AnswererFlags = LOCAL,
     about: AboutFlags = NOWHERE,
 ) -> dict[str, Any]:
     """CORE of a model. The last line on stdout is the record, JSON.
@@ -37,18 +37,16 @@ def main(
     Args:
         bundle: folder with the tasks: llm-foundry's scripts/eval/local_data, or nanochat's eval_bundle
     """
-    tasks = Bundle(bundle)
-    chosen, _ = tasks.choose(settings.labels())
-    data_sha256 = hashlib.sha256(
-        "".join(tasks.sha256(task) for task in chosen).encode()
-    ).hexdigest()
-    scorer = open_scorer(hf_dir, source)
-    who = origin(hf_dir, scorer) | {"data_sha256": data_sha256}
+    opened = Bundle(bundle)
+    chosen, _ = opened.choose(settings.labels())
+    data_sha256 = hashlib.sha256("".join(map(opened.sha256, chosen)).encode()).hexdigest()
+    scorer = open_scorer(hf_dir, answerer)
+    who = identify_model(hf_dir, scorer) | {"data_sha256": data_sha256}
     conditions = {"protocol": settings.protocol, "limit": settings.limit}
     partial = open_partial(about.out, "core", who, conditions, scorer.max_length, code_at_start())
-    figures = evaluate(scorer, tasks, settings, partial)
+    figures = evaluate(scorer, opened, settings, partial)
     scorer.close()
-    show(figures, tasks)
+    show(figures, opened)
     lines = [
         {"task": label, "item": number, **answer}
         for label in figures["tasks"]

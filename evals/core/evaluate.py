@@ -22,7 +22,7 @@ from evals.scorer import Encoder, Scorer, Scores, score_each
 from evals.tables import console, show_table
 from records.evals import Limit, check_range, optional
 from records.files import JsonObject
-from records.items import gold_bits, mean_of_bits
+from records.items import error_of_mean, gold_bits, mean_of_bits
 
 VERSIONS = ("v1", "v2")
 # one item: group, right, losses (nats per token of each option), gold, its nats and bytes
@@ -86,7 +86,7 @@ def score_task(
     """
     rows = bundle.rows(task)
     limit = settings.limit
-    room = min(scorer.max_length, scorer.scoring_room)
+    room = min(scorer.max_length, scorer.max_scored_ids)
 
     def answer(remaining: Iterator[Item]) -> Iterator[ItemAnswer]:
         scored = score_each(scorer, remaining, lambda item: item.prompts)
@@ -137,7 +137,7 @@ def summarize_task(task: Task, answers: Sequence[ItemAnswer], n_total: int) -> J
     }
 
 
-def aggregate(tasks: Mapping[str, Mapping[str, Any]]) -> JsonObject:
+def aggregate(figures_by_task: Mapping[str, Mapping[str, Any]]) -> JsonObject:
     """Compute CORE, its standard errors and the means by category from the figures of the tasks."""
     # null unless all tasks are given: the mean of some is another number
     categories = {}
@@ -145,42 +145,44 @@ def aggregate(tasks: Mapping[str, Mapping[str, Any]]) -> JsonObject:
         members = [task for task in TASKS if task.category == category]
         categories[category] = {
             "tasks": len(members),
-            **average_centered(tasks, members, "centered"),
+            **average_centered(figures_by_task, members, "centered"),
         }
-    return {**average_centered(tasks, TASKS, "core"), "categories": categories}
+    return {**average_centered(figures_by_task, TASKS, "core"), "categories": categories}
 
 
-def compare_core(tasks: Mapping[str, JsonObject]) -> JsonObject:
-    of_core = [task for task in TASKS if task.label in tasks]
+def compare_core(figures_by_task: Mapping[str, JsonObject]) -> JsonObject:
+    of_core = [task for task in TASKS if task.label in figures_by_task]
     centered = {}
     for task in of_core:
-        row = tasks[task.label]
+        row = figures_by_task[task.label]
         centered[task.label] = {"standard_error": row["standard_error"]}
         for version in VERSIONS:
             change = row["difference"] / (1 - baseline(task, version))
             centered[task.label][f"centered_{version}"] = change
     differences = aggregate(centered)
     for category, row in differences["categories"].items():
-        row |= mean_of_bits(tasks[task.label] for task in of_core if task.category == category)
-    return differences | mean_of_bits(tasks.values())
+        row |= mean_of_bits(
+            figures_by_task[task.label] for task in of_core if task.category == category
+        )
+    return differences | mean_of_bits(figures_by_task.values())
 
 
 def average_centered(
-    tasks: Mapping[str, Mapping[str, Any]], members: Sequence[Task], name: str
+    figures_by_task: Mapping[str, Mapping[str, Any]], members: Sequence[Task], name: str
 ) -> dict[str, float | None]:
     """Average centered accuracies as `name`_v1 and _v2, with standard errors; None if a task is missing."""
     figures: dict[str, float | None] = {}
     for version in VERSIONS:
         mean = error = None
-        if all(task.label in tasks for task in members):
-            mean = math.fsum(tasks[task.label][f"centered_{version}"] for task in members) / len(
-                members
-            )
+        if all(task.label in figures_by_task for task in members):
+            mean = math.fsum(
+                figures_by_task[task.label][f"centered_{version}"] for task in members
+            ) / len(members)
             errors = [
-                tasks[task.label]["standard_error"] / (1 - baseline(task, version))
+                figures_by_task[task.label]["standard_error"] / (1 - baseline(task, version))
                 for task in members
             ]
-            error = math.sqrt(math.fsum(e**2 for e in errors)) / len(members)
+            error = error_of_mean(errors)
         figures |= {f"{name}_{version}": mean, f"{name}_{version}_se": error}
     return figures
 
@@ -188,25 +190,25 @@ def average_centered(
 def evaluate(scorer: Scorer, bundle: Bundle, settings: Settings, partial: Partial) -> JsonObject:
     """Score the tasks; return the figures of a `core` record. Afterwards `partial` holds every answer."""
     chosen, missing = bundle.choose(settings.labels())
-    tasks: dict[str, JsonObject] = {}
+    figures_by_task: dict[str, JsonObject] = {}
     for task in chosen:
         try:
             answers = score_task(task, bundle, settings, scorer, partial)
-            tasks[task.label] = summarize_task(task, answers, len(bundle.rows(task)))
+            figures_by_task[task.label] = summarize_task(task, answers, len(bundle.rows(task)))
         except Unscorable as error:
             missing[task.label] = str(error)
     bits = [
         task["gold_bits_per_byte"]
-        for task in tasks.values()
+        for task in figures_by_task.values()
         if task["gold_bits_per_byte"] is not None
     ]
     figures = {
         "protocol": settings.protocol,
         "seed": FEWSHOT_SEED,
         "limit": settings.limit,
-        **aggregate(tasks),
+        **aggregate(figures_by_task),
         "gold_bits_per_byte": math.fsum(bits) / len(bits) if bits else None,
-        "tasks": tasks,
+        "tasks": figures_by_task,
         "missing": missing,
         "differs": bundle.differs,
     }

@@ -119,7 +119,7 @@ def write_nanochat_texts(task: Task, row: Row, examples: Sequence[Row]) -> list[
 
 
 def locate_answers(sequences: list[list[int]], type_: TaskType) -> list[Prompt]:
-    """Locate the answer in each prompt: where they differ, or what is added to the first."""
+    """Locate the answer in each prompt: where they differ, what all end with, or what is added to the first."""
     if type_ == "language_modeling":
         # an answer that changes the tokens before it, which nanochat refuses, begins at the first
         # change
@@ -128,8 +128,10 @@ def locate_answers(sequences: list[list[int]], type_: TaskType) -> list[Prompt]:
     if type_ == "multiple_choice":
         start = min(common_prefix(sequences[0], other) for other in sequences)
         return [Prompt(ids, start) for ids in sequences]
-    alike = min(common_prefix(sequences[0][::-1], other[::-1]) for other in sequences)
-    return [Prompt(ids, len(ids) - alike) for ids in sequences]
+    # schema: the contexts differ and the answer is one, so it is the ids that all end with, found as
+    # the common prefix of the reversed sequences
+    common_suffix = min(common_prefix(sequences[0][::-1], other[::-1]) for other in sequences)
+    return [Prompt(ids, len(ids) - common_suffix) for ids in sequences]
 
 
 def crop_prompt(prompt: Prompt, max_length: int) -> Prompt:
@@ -154,7 +156,8 @@ def make_dclm_items(
     for row in rows:
         groups.setdefault(str(row.get("category", "")) if task.by_category else "", []).append(row)
     for number, (group, members) in enumerate(groups.items()):
-        # every group has its part of `most`; the last ones take the remainder
+        # every group has its part of `most`: (most + number) // groups sum to `most` over all groups,
+        # and the last ones, which are one larger, take the remainder
         chosen = space_evenly(
             len(members), None if most is None else (most + number) // len(groups)
         )

@@ -33,7 +33,7 @@ from evals.lm_eval.tasks import (
     select_documents,
     use_data_folder,
 )
-from evals.scorer import LOCAL, SourceFlags, origin
+from evals.scorer import LOCAL, AnswererFlags, identify_model
 from evals.tables import console, show_table
 from records.evals import (
     NOWHERE,
@@ -180,7 +180,7 @@ def summarize_prompts(model: ScorerLM, samples: list[JsonObject]) -> dict[str, i
             tokens = room = len(model.tok_encode(context))
         elif isinstance(more[0], str):
             tokens = len(model.tok_encode(context + more[0]))
-            room = model.scoring_room
+            room = model.max_scored_ids
         else:
             tokens = len(model.tok_encode(context)) + more[0].get("max_gen_toks", 0)
             room = model.max_length
@@ -212,7 +212,7 @@ def show(figures: JsonObject) -> None:
 def main(
     hf_dir: ModelFolder,
     questions: Annotated[Questions, tyro.conf.arg(name="task", help=RULER_CONTEXT)],
-    source: SourceFlags = LOCAL,
+    answerer: AnswererFlags = LOCAL,
     about: AboutFlags = NOWHERE,
 ) -> JsonObject:
     """Score a model on lm-eval's tasks, or on task files of your own. The last line on stdout
@@ -230,8 +230,8 @@ def main(
     ):
         from evals.lm_eval.models import ScorerLM
 
-        model = ScorerLM(hf_dir, source, questions.add_bos)
-        who = origin(hf_dir, model.scorer)
+        model = ScorerLM(hf_dir, answerer, questions.add_bos)
+        who = identify_model(hf_dir, model.scorer)
         model.partial = open_partial(about.out, "lm_eval", who, model.max_length, code_at_start())
         result = evaluate(
             model,

@@ -20,7 +20,7 @@ from lm_eval.models.utils import normalize_gen_kwargs
 from tqdm import tqdm
 
 from evals.items import WINDOW, Partial
-from evals.scorer import LOCAL, Prompt, Source, load_tokenizer, open_scorer
+from evals.scorer import LOCAL, Answerer, Prompt, load_tokenizer, open_scorer
 from records.files import JsonObject
 
 MAX_GEN_TOKS = 256  # lm-eval's default where a task names no limit
@@ -28,21 +28,21 @@ MAX_GEN_TOKS = 256  # lm-eval's default where a task names no limit
 
 @register_model("laneformer")
 class ScorerLM(TemplateLM):
-    """A model folder as an lm-eval model, answered by `source`.
+    """A model folder as an lm-eval model, answered by `answerer`.
 
     Args:
         add_bos: prepend BOS to every prompt, as in training.
     """
 
-    def __init__(self, pretrained: str | Path, source: Source = LOCAL, add_bos: bool = True):
+    def __init__(self, pretrained: str | Path, answerer: Answerer = LOCAL, add_bos: bool = True):
         super().__init__()
         self.folder = Path(pretrained)
-        self.scorer = open_scorer(self.folder, source)
+        self.scorer = open_scorer(self.folder, answerer)
         self.tokenizer = load_tokenizer(self.folder)
         # whether the tokenizer does so by itself or not
         self.add_bos = add_bos and self.tokenizer.bos_token_id is not None
         self.max_length = self.scorer.max_length
-        self.scoring_room = self.scorer.scoring_room
+        self.max_scored_ids = self.scorer.max_scored_ids
         self.prompt_tokens = 0
         # holds the answers of an evaluation that was interrupted; `main` sets it
         self.partial = Partial()
@@ -106,11 +106,11 @@ class ScorerLM(TemplateLM):
         return answers
 
     def _prompt(self, context: list[int], continuation: list[int]) -> Prompt:
-        if len(continuation) >= self.scoring_room:
+        if len(continuation) >= self.max_scored_ids:
             raise ValueError(
                 f"a continuation of {len(continuation)} tokens does not fit the context of {self.max_length}"
             )
-        ids = self._fitting(context + continuation, self.scoring_room)
+        ids = self._fitting(context + continuation, self.max_scored_ids)
         return Prompt(ids, len(ids) - len(continuation))
 
     def loglikelihood_rolling(

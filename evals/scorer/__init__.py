@@ -9,12 +9,12 @@ import tyro
 
 from evals.scorer.base import (  # noqa: F401 - all that evaluations use stands here
     Answer,
+    Answerer,
     AnyPrompt,
     Encoder,
     Prompt,
     Scorer,
     Scores,
-    Source,
     common_prefix,
     load_tokenizer,
     read_config,
@@ -23,11 +23,11 @@ from evals.scorer.base import (  # noqa: F401 - all that evaluations use stands 
 from evals.tables import console
 from records.files import JsonObject, file_sha256, model_sha256
 
-SourceFlags = Annotated[  # --backend, --device, ... as flags of the command itself
-    Source,
+AnswererFlags = Annotated[  # --backend, --device, ... as flags of the command itself
+    Answerer,
     tyro.conf.arg(name="model", help="what runs the model: a library in this process, or a server"),
 ]
-LOCAL = Source()
+LOCAL = Answerer()
 
 
 def resolve_device(device: str) -> str:
@@ -54,72 +54,72 @@ def resolve_device(device: str) -> str:
     return device
 
 
-def choose(folder: Path, source: Source = LOCAL) -> tuple[str, str, str]:
+def choose(folder: Path, answerer: Answerer = LOCAL) -> tuple[str, str, str]:
     """Return (backend, device, why) for a model folder."""
     from laneformer.llama.families import FAMILIES
 
     model_type = read_config(folder).get("model_type")
-    reason = f"--backend {source.backend}"
+    reason = f"--backend {answerer.backend}"
     if (
-        source.backend == "engine"
+        answerer.backend == "engine"
     ):  # its auto is the CPU, and a list of GPUs shares the model's lanes
         if model_type not in ("laneformer", *FAMILIES):
             raise ValueError(
                 f"backend = 'engine': {folder} is of model_type {model_type!r}; use 'transformers' or 'auto' for all "
                 f"but laneformer, {', '.join(FAMILIES)}"
             )
-        return "engine", source.device, reason
-    device = resolve_device(source.device)
+        return "engine", answerer.device, reason
+    device = resolve_device(answerer.device)
     if "," in device:
         raise ValueError(
             f"device = {device!r}: Transformers runs on one device; --backend engine shares lanes"
         )
-    if source.backend == "transformers":
+    if answerer.backend == "transformers":
         return "transformers", device, reason
     if device.startswith("cuda"):
         return "transformers", device, "a GPU is visible, on which the engine is not measured yet"
     if model_type != "laneformer":
         return "transformers", device, f"its model_type is {model_type}"
-    where = "no GPU is visible" if source.device == "auto" else "--device"
+    where = "no GPU is visible" if answerer.device == "auto" else "--device"
     return "engine", device, f"a Laneformer, {where}"
 
 
-def open_scorer(folder: Path | None, source: Source = LOCAL) -> Scorer:
+def open_scorer(folder: Path | None, answerer: Answerer = LOCAL) -> Scorer:
     """Open a model to ask it; `close` it when done.
 
     Args:
         folder: None: only a server.
     """
-    if source.base_url is not None:
+    if answerer.base_url is not None:
         from evals.scorer.endpoint import EndpointScorer
 
-        if source.dtype != "auto":
+        if answerer.dtype != "auto":
             raise ValueError(
-                f"dtype = {source.dtype!r}: a server has its own; leave --dtype or --base-url out"
+                f"dtype = {answerer.dtype!r}: a server has its own; leave --dtype or --base-url out"
             )
-        return EndpointScorer(source.base_url, folder, source)
+        return EndpointScorer(answerer.base_url, folder, answerer)
     if folder is None:
         raise ValueError("nothing to ask: give a model folder, or the --base-url of a server")
-    backend, device, why = choose(folder, source)
+    backend, device, why = choose(folder, answerer)
     scorer: Scorer
     if backend == "engine":
         from evals.scorer.engine import EngineScorer
 
-        scorer = EngineScorer(folder, device, source.max_length, dtype=source.dtype)
+        scorer = EngineScorer(folder, device, answerer.max_length, dtype=answerer.dtype)
     else:
         from evals.scorer.hf import TransformersScorer
 
-        if source.dtype != "auto":
+        if answerer.dtype != "auto":
             raise ValueError(
-                f"dtype = {source.dtype!r} is for the engine, not {backend} ({why}); use --backend engine"
+                f"dtype = {answerer.dtype!r} is for the engine, not {backend} ({why}); use --backend engine"
             )
-        scorer = TransformersScorer(folder, device, source.max_length)
+        scorer = TransformersScorer(folder, device, answerer.max_length)
     console.print(f"{scorer.backend} on {scorer.device} in {scorer.dtype} ({why})", highlight=False)
     return scorer
 
 
-def origin(folder: Path | None, scorer: Scorer) -> JsonObject:
-    """Return what a record says about who answered: hashes, backend, device, dtype."""
+def identify_model(folder: Path | None, scorer: Scorer) -> JsonObject:
+    """Return what a record says about the model that answered: hashes, backend, device, dtype."""
     tokenizer = folder and folder / "tokenizer.json"
     return {
         "model_sha256": model_sha256(folder) if folder else None,

@@ -23,7 +23,7 @@ Kind = Literal["auto", "engine", "transformers"]
 
 
 @dataclass(frozen=True)
-class Source:
+class Answerer:
     """What answers: the model folder in this process, or an OpenAI-compatible server if --base-url is given."""
 
     backend: Kind = "auto"
@@ -134,7 +134,8 @@ class Scorer(Encoder):
 
     Attributes:
         max_length: context in tokens.
-        scoring_room: ids of the longest prompt with what is scored.
+        max_scored_ids: most ids of a prompt with what is scored. The last id is only predicted, so a
+            model in this process takes max_length + 1; a server needs room to generate a token.
         parallel: requests that are answered at a time.
         reused_tokens: of prompts, whose keys and values an earlier one left; None: unknown.
     """
@@ -143,7 +144,7 @@ class Scorer(Encoder):
     device: str
     dtype: str | None
     max_length: int
-    scoring_room: int
+    max_scored_ids: int
     parallel: int
     reused_tokens: int | None = None
 
@@ -171,7 +172,7 @@ class Scorer(Encoder):
                 f"{self.folder} has neither BOS nor EOS, which a text without context begins with"
             )
         sequence = [self.bos_id, *ids]
-        room = self.scoring_room - 1
+        room = self.max_scored_ids - 1
         # disjoint windows, each with all context that fits
         windows = []
         for begin in range(1, len(sequence), room):
@@ -181,9 +182,10 @@ class Scorer(Encoder):
         return math.fsum(float(scores.logprobs.sum()) for (scores,) in self.score(windows))
 
     def check_prompt(self, prompt: Prompt) -> Prompt:
-        if not 1 <= prompt.start <= len(prompt.ids) <= self.scoring_room:
+        if not 1 <= prompt.start <= len(prompt.ids) <= self.max_scored_ids:
             raise ValueError(
-                f"start = {prompt.start} of {len(prompt.ids)} ids: 1 <= start <= ids <= {self.scoring_room} is required"
+                f"start = {prompt.start} of {len(prompt.ids)} ids: 1 <= start <= ids <= {self.max_scored_ids} "
+                "is required"
             )
         return prompt
 

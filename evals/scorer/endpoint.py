@@ -19,11 +19,11 @@ import numpy as np
 from evals.scorer.base import (
     NOTHING,
     Answer,
+    Answerer,
     AnyPrompt,
     Prompt,
     Scorer,
     Scores,
-    Source,
     read_config,
 )
 from evals.scorer.hf import cut_at_stop
@@ -44,25 +44,25 @@ class EndpointScorer(Scorer):
 
     backend, dtype = "endpoint", None
 
-    def __init__(self, base_url: str, folder: Path | None, source: Source):
+    def __init__(self, base_url: str, folder: Path | None, answerer: Answerer):
         if not base_url.startswith(("http://", "https://")):
             raise ValueError(
                 f"--base-url {base_url!r} must begin with http:// or https://, and end before /completions"
             )
         # only the server knows its context
-        self.max_length = source.max_length or 1 << 30
-        self.model = source.model or "laneformer"
+        self.max_length = answerer.max_length or 1 << 30
+        self.model = answerer.model or "laneformer"
         if folder is not None:
             super().__init__(folder)
-            self.max_length = source.max_length or int(
+            self.max_length = answerer.max_length or int(
                 read_config(folder)["max_position_embeddings"]
             )
-            self.model = source.model or folder.resolve().name
+            self.model = answerer.model or folder.resolve().name
         self.device = base_url.rstrip("/").removesuffix("/completions")
-        self.parallel = source.concurrency
-        self.timeout_s = source.timeout_s
+        self.parallel = answerer.concurrency
+        self.timeout_s = answerer.timeout_s
         # a server scores a prompt by generating one token more
-        self.scoring_room = self.max_length - 1
+        self.max_scored_ids = self.max_length - 1
 
     def score(self, items: Iterable[Sequence[Prompt]]) -> Iterator[list[Scores]]:
         with ThreadPoolExecutor(self.parallel) as pool:

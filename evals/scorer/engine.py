@@ -33,7 +33,7 @@ class EngineScorer(Scorer):
         self.device = ",".join(on_gpu) or "cpu"
         self.dtype = str(self.engine.dtype)
         self.max_length = self.engine.config.max_position_embeddings
-        self.scoring_room = self.max_length + 1
+        self.max_scored_ids = self.max_length + 1
         self.reused_tokens = 0
 
     def score(self, items: Iterable[Sequence[Prompt]]) -> Iterator[list[Scores]]:

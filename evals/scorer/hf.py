@@ -92,7 +92,7 @@ class TransformersScorer(Scorer):
         self.max_length = int(
             max_length or getattr(config, "max_position_embeddings", None) or 1 << 30
         )
-        self.scoring_room = self.max_length + 1
+        self.max_scored_ids = self.max_length + 1
         self.reused_tokens = 0
         # ids that were read, and their keys and values
         self._last: tuple[list[int], Any] = ([], None)

@@ -145,7 +145,7 @@ def test_more_of_a_source_continues_only_where_nothing_that_was_read_changed(
     counting_data, windows, read, now, unchanged
 ):
     data = counting_data(windows=(windows, 23, 9))
-    files = Mixture.open(data / "phase1.lock.json").read_files("s0", read)
+    files = Mixture.open(data / "phase1.lock.json").identify_files_read("s0", read)
     # the same tokens in the same shards, as far as they reach
     write_counting(data, "s0", now, 0)
     after = Mixture.open(pin(data, "more", {"s0": 6, "s1": 3, "s2": 1}, 5, 4, 3))

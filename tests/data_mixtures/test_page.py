@@ -50,7 +50,7 @@ def test_the_loop_has_all_sources_and_all_stages():
     assert [name for name, _ in stages if name != "free"] == [*looped, "manifest", "verify"]
     # the loop frees each stage's files once the next stage has read them
     freed = [freed for name, freed in stages if name == "free"]
-    assert freed == list(pipeline.READERS)
+    assert freed == list(pipeline.CONSUMER_OF)
 
 
 @pytest.mark.rotate

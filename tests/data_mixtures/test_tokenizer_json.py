@@ -187,7 +187,7 @@ def bytes_of(text: str | bytes) -> bytes:
 
 def work_in(work: tokenize.Tokenize, folder: Path) -> dict:
     folder.mkdir()
-    return work.work(tokenize.Unit("a", 0), folder)
+    return work.make(tokenize.Unit("a", 0), folder)
 
 
 def test_a_tokenizer_json_is_brought_along_with_its_names(tmp_path):

@@ -17,7 +17,7 @@ from evals.bits_per_byte import (
     main,
 )
 from evals.items import Partial
-from evals.scorer import Prompt, Scores, Source
+from evals.scorer import Answerer, Prompt, Scores
 from laneformer.hf.tokenizer import tokenizer_from_sentencepiece
 from records.evals import About
 from records.files import read_lines
@@ -116,14 +116,15 @@ def test_the_command_on_real_held_out_text(data_folder, tmp_path, monkeypatch):
     )
     token_bytes = load_token_bytes(tmp_path, data_folder)
     scorer = Unigram(len(token_bytes))
-    sources = []
+    answerers = []
     monkeypatch.setattr(
-        "evals.bits_per_byte.open_scorer", lambda folder, source: sources.append(source) or scorer
+        "evals.bits_per_byte.open_scorer",
+        lambda folder, answerer: answerers.append(answerer) or scorer,
     )
     about = About(tmp_path / "evals.jsonl")
-    on_gpu = Source("transformers", "cuda")
-    record = main(tmp_path, data_folder, limit=4, source=on_gpu, about=about)
-    assert sources == [on_gpu]
+    on_gpu = Answerer("transformers", "cuda")
+    record = main(tmp_path, data_folder, limit=4, answerer=on_gpu, about=about)
+    assert answerers == [on_gpu]
     assert read_lines(tmp_path / "evals.jsonl") == [record]
     check_fields(record, None)
     windows, categories = load_windows(data_folder, 4)

@@ -14,7 +14,7 @@ from evals.code.answers import Sampling
 from evals.commands import check, read_command
 from evals.core.evaluate import Settings
 from evals.lm_eval.__main__ import Questions
-from evals.scorer import Source
+from evals.scorer import Answerer
 from records.evals import FIELDS, About
 from records.job import Evals, Job, JobSections, read_job
 
@@ -151,7 +151,7 @@ def test_sections_that_ask_for_nothing_are_refused(tmp_path):
 
 HF, DATA, NAN = {"hf_dir": Path("hf")}, {"data": Path("data")}, math.nan
 RANGES = [  # what takes numbers, with what else, and numbers that it refuses
-    (Source, {}, {"max_length": [0], "concurrency": [0], "timeout_s": [0.0, NAN, math.inf]}),
+    (Answerer, {}, {"max_length": [0], "concurrency": [0], "timeout_s": [0.0, NAN, math.inf]}),
     (About, {}, {"step": [-1], "tokens_total": [-1]}),
     (Settings, {}, {"limit": [0, -1]}),
     (Questions, {"tasks": "arc_easy"}, {"limit": [0], "num_fewshot": [-1]}),

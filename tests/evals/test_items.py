@@ -5,7 +5,7 @@ import pytest
 from evals.core.__main__ import main
 from evals.core.evaluate import Settings
 from evals.items import WINDOW, open_partial
-from evals.scorer import Source
+from evals.scorer import Answerer
 from evals.scorer.engine import EngineScorer
 from records.evals import About
 from records.files import read_lines
@@ -33,7 +33,7 @@ def test_an_evaluation_goes_on_where_it_ended_with_the_same_bytes(folder, tmp_pa
 
     def evaluate(name):
         record = main(
-            folder, bundle, Settings(), Source(device="cpu"), About(tmp_path / name / "x", 10)
+            folder, bundle, Settings(), Answerer(device="cpu"), About(tmp_path / name / "x", 10)
         )
         assert [record] == read_lines(tmp_path / name / "x")
         return record["tasks"], (tmp_path / name / record["items"]).read_bytes()

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from evals.samples import BUILT_IN, main, read_prompts
-from evals.scorer import Source, open_scorer
+from evals.scorer import Answerer, open_scorer
 from laneformer import Engine
 from records.evals import About
 from records.files import read_lines
@@ -13,12 +13,12 @@ from tests.evals.core.core_assets import write_laneformer, write_llama
 from tests.evals.reference import continue_greedily
 from tests.records.lines import write_lines
 
-CPU = Source(device="cpu")
+CPU = Answerer(device="cpu")
 
 
 def test_built_in_prompts_through_the_engine(folder, tmp_path):
     about = About(tmp_path / "evals.jsonl", 20, 4096, "phase1")
-    record = main(folder, max_new_tokens=6, about=about, source=CPU)
+    record = main(folder, max_new_tokens=6, about=about, answerer=CPU)
     assert read_lines(tmp_path / "evals.jsonl") == [record]
     assert (record["kind"], record["step"], record["tokens_total"]) == ("samples", 20, 4096)
     assert [sample["name"] for sample in record["samples"]] == ["prose", "fact", "code", "chat"]
@@ -31,7 +31,7 @@ def test_built_in_prompts_through_the_engine(folder, tmp_path):
                 text, max_new_tokens=6, temperature=0.8, seed=0
             )
     assert record["samples"][3]["prompt"].startswith("user: Why is the sky blue?")
-    other = main(folder, max_new_tokens=6, seed=1, source=CPU)["samples"]
+    other = main(folder, max_new_tokens=6, seed=1, answerer=CPU)["samples"]
     for text, same in (("greedy", True), ("sampled", False)):
         assert ([s[text] for s in other] == [s[text] for s in record["samples"]]) == same
 
@@ -55,7 +55,7 @@ def test_both_backends_generate_the_models_own_tokens(folder, tmp_path):
     # sampling, penalties and beams that would change greedy tokens
     (tmp_path / "hf/generation_config.json").write_text(json.dumps({"eos_token_id": 2, **UNGREEDY}))
     for kind in ("engine", "transformers"):
-        scorer = open_scorer(tmp_path / "hf", Source(kind, "cpu"))
+        scorer = open_scorer(tmp_path / "hf", Answerer(kind, "cpu"))
         ids = scorer.encode("The cat looked at", special_tokens=True)
         text = scorer.text_after(ids, continue_greedily(model, ids, 8))
         assert (
@@ -79,14 +79,14 @@ def test_prompts_of_a_file_and_any_model(tmp_path):
     # no Laneformer and no chat template: Transformers, and no chat among built-in prompts
     write_llama(tmp_path / "hf")
     (tmp_path / "hf/chat_template.jinja").unlink()
-    samples = main(tmp_path / "hf", max_new_tokens=2, source=CPU)["samples"]
+    samples = main(tmp_path / "hf", max_new_tokens=2, answerer=CPU)["samples"]
     assert [sample["name"] for sample in samples] == ["prose", "fact", "code"]
     texts = {"a": "The cat", "b": "1 and 2", "": ""}
     prompts = write_lines(
         tmp_path / "x.jsonl", ({"name": n, "text": text} for n, text in texts.items())
     )
     prompts.write_text("\n" + prompts.read_text())
-    record = main(tmp_path / "hf", prompts, max_new_tokens=3, source=CPU)
+    record = main(tmp_path / "hf", prompts, max_new_tokens=3, answerer=CPU)
     assert {sample["name"]: sample["prompt"] for sample in record["samples"]} == texts
     assert (record["backend"], record["dtype"]) == ("transformers", "float32")
 
@@ -107,4 +107,4 @@ def test_bad_prompts_are_refused(folder, tmp_path):
     ):
         path.write_text(text)
         with pytest.raises(ValueError, match=reason):
-            main(folder, path, source=CPU)
+            main(folder, path, answerer=CPU)

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from evals.scorer import (
+    Answerer,
     Encoder,
     Prompt,
     Scorer,
     Scores,
-    Source,
     choose,
     open_scorer,
     resolve_device,
@@ -33,8 +33,8 @@ SEQUENCES = [
     ([1, *range(50, 110), 7, 8], 61),
 ]  # fmt: skip
 ONE_MORE = ([1, *range(3, 131)], 1)  # than the context: the last id is only predicted
-CPU = Source(device="cpu")
-THROUGH_TRANSFORMERS = Source("transformers", "cpu")
+CPU = Answerer(device="cpu")
+THROUGH_TRANSFORMERS = Answerer("transformers", "cpu")
 
 
 class ModelFolder(NamedTuple):
@@ -105,8 +105,8 @@ SCORERS = {
 def test_scores_are_pytorchs(models, name, monkeypatch, capsys):
     # whether code may run
     monkeypatch.setattr("builtins.input", lambda question: pytest.fail(question))
-    (source, backend, dtype), (folder, model) = SCORERS[name], models[name.split()[0]]
-    scorer = open_scorer(folder, source)
+    (answerer, backend, dtype), (folder, model) = SCORERS[name], models[name.split()[0]]
+    scorer = open_scorer(folder, answerer)
     assert f"{backend} on cpu in {dtype} (" in capsys.readouterr().err
     about = (scorer.backend, scorer.device, scorer.dtype, scorer.max_length)
     assert about == (backend, "cpu", dtype, 128)
@@ -178,7 +178,7 @@ def test_both_backends_score_a_rolling_text_alike(models):
         first = max(0, end - 17)
         expected += scores_of(model, [1, *ids][first:end], begin - first).logprobs.sum()
     for backend in ("engine", "transformers"):
-        scorer = open_scorer(folder, Source(backend, "cpu", max_length=16))
+        scorer = open_scorer(folder, Answerer(backend, "cpu", max_length=16))
         assert scorer.rolling(ids) == pytest.approx(expected, rel=1e-5)
         assert scorer.rolling([]) == 0
         scorer.close()
@@ -189,10 +189,10 @@ def test_a_server_says_what_the_engine_says(models):
     # keys and values in fp32, as the scorer has them on the CPU
     server = start(folder, engine={"dtype": "fp32", "kv_dtype": "fp32"})
     # a server's context is a token shorter, as it adds one to what it scores
-    ours = open_scorer(folder, Source("engine", "cpu", max_length=127))
-    served = Source(base_url=f"{server.url}/v1", model="tiny", max_length=128, concurrency=3)
+    ours = open_scorer(folder, Answerer("engine", "cpu", max_length=127))
+    served = Answerer(base_url=f"{server.url}/v1", model="tiny", max_length=128, concurrency=3)
     theirs = open_scorer(folder, served)
-    about = (theirs.backend, theirs.device, theirs.dtype, theirs.scoring_room)
+    about = (theirs.backend, theirs.device, theirs.dtype, theirs.max_scored_ids)
     assert about == ("endpoint", served.base_url, None, 127)
     items = [[Prompt(*sequence)] for sequence in SEQUENCES] + [
         [Prompt([1, 5, 6], 2), Prompt([1, 5, 7, 8], 2)]
@@ -236,7 +236,7 @@ def test_a_server_without_all_scores_is_refused(llama, monkeypatch):
             ValueError, match=r"the server gave \d log-probabilities for a prompt of 3"
         ):
             scores_of_choice({"logprobs": short}, prompt)
-    scorer = open_scorer(llama.folder, Source(base_url="http://127.0.0.1:9/v1"))
+    scorer = open_scorer(llama.folder, Answerer(base_url="http://127.0.0.1:9/v1"))
     for choices in CHOICES:
         monkeypatch.setattr(scorer, "_post", lambda *_, choices=choices: {"choices": choices})
         with pytest.raises(
@@ -291,13 +291,13 @@ def test_auto_is_the_gpu_where_one_is_visible(models, monkeypatch, driver, gpus)
         with pytest.raises(
             ValueError, match=r"device = 'cuda': no GPU is visible .* use device = 'auto'"
         ):
-            open_scorer(folder, Source(device="cuda"))
+            open_scorer(folder, Answerer(device="cuda"))
         return
     assert [resolve_device(name) for name in ("cuda:1", "cuda")] == ["cuda:1", "cuda:0"]
     with pytest.raises(ValueError, match="choose auto, cpu, cuda:0, cuda:1"):
         resolve_device("cuda:0,cuda:2")
     with pytest.raises(ValueError, match="Transformers runs on one device"):
-        choose(folder, Source(device="cuda:0,cuda:1"))
+        choose(folder, Answerer(device="cuda:0,cuda:1"))
 
 
 def test_bad_input(tmp_path):
@@ -305,15 +305,15 @@ def test_bad_input(tmp_path):
         open_scorer(tmp_path)
     write_llama(tmp_path)
     # which reads a Llama, too
-    in_8_bits = open_scorer(tmp_path, Source("engine", "cpu", dtype="int8"))
+    in_8_bits = open_scorer(tmp_path, Answerer("engine", "cpu", dtype="int8"))
     assert in_8_bits.dtype == "int8"
     in_8_bits.close()
-    for source, reason in (
-        (Source("transformers", "cpu", dtype="int8"), "dtype = 'int8'"),
-        (Source(dtype="int8", base_url="http://127.0.0.1:9"), "dtype = 'int8'"),
+    for answerer, reason in (
+        (Answerer("transformers", "cpu", dtype="int8"), "dtype = 'int8'"),
+        (Answerer(dtype="int8", base_url="http://127.0.0.1:9"), "dtype = 'int8'"),
     ):
         with pytest.raises(ValueError, match=reason):
-            open_scorer(tmp_path, source)
+            open_scorer(tmp_path, answerer)
     scorer = open_scorer(tmp_path, CPU)
     for wrong in (([1, 2], 0), ([1, 2], 3), ([1] * 130, 1)):
         with pytest.raises(ValueError, match="1 <= start <= ids <= 129 is required"):

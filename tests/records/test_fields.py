@@ -8,12 +8,12 @@ from typing import Any
 import evals.core.__main__
 import evals.samples
 from evals.core.evaluate import Settings
-from evals.scorer import Source
+from evals.scorer import Answerer
 from records.evals import FIELDS, NO_MODEL, PROVENANCE
 from records.files import model_sha256
 from tests.evals.core.core_assets import write_bundle, write_laneformer
 
-CPU = Source(device="cpu")
+CPU = Answerer(device="cpu")
 
 
 def check(record: dict[str, Any], folder: Path | None) -> None:
@@ -38,7 +38,9 @@ def test_records_have_the_fields_that_are_written_down(tmp_path):
     write_bundle(tmp_path / "bundle", ["copa", "coqa"])
     check(evals.core.__main__.main(model, tmp_path / "bundle", Settings(limit=2), CPU), model)
     check(
-        evals.samples.main(model, max_new_tokens=2, source=Source(device="cpu", max_length=256)),
+        evals.samples.main(
+            model, max_new_tokens=2, answerer=Answerer(device="cpu", max_length=256)
+        ),
         model,
     )
     assert {*NO_MODEL} <= {*PROVENANCE}

@@ -136,11 +136,11 @@ def curve(
     return line | ({"ends": ends} if any(ends) else {}) | look
 
 
-def series(select_points: Mapping[str, Points], **look: Any) -> list[Json]:
+def series(points_by_source: Mapping[str, Points], **look: Any) -> list[Json]:
     # in colours that are the same in every chart of all sources
     return [
         curve(name, points, colour(place), dash=dash(place), **look)
-        for place, (name, points) in enumerate(select_points.items())
+        for place, (name, points) in enumerate(points_by_source.items())
     ]
 
 

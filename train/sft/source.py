@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from data_mixtures import packing, shards
+from data_mixtures.document_ids import is_held_out
 from records.files import file_sha256
 
 from .conversations import Refusal, encode_all
@@ -63,10 +64,11 @@ def prepare(
         return manifest
     conversations, counts = _read(origins, tokenizer, template, rules, workers)
     _check_dropped(folder.name, counts, max_dropped)
-    limit = shards.find_held_out_limit(rules.valid_per_10000)
     # by content: a conversation is on the same side whatever else the source holds
-    train = [chat for chat in conversations if chat.key % 2**64 >= limit]
-    valid = [chat for chat in conversations if chat.key % 2**64 < limit]
+    train, valid = (
+        [c for c in conversations if is_held_out(c.key % 2**64, rules.valid_per_10000) == held_out]
+        for held_out in (False, True)
+    )
     if not train or not valid:
         raise ValueError(
             f"source {folder.name!r} has {len(train)} conversations to train on and {len(valid)} held out, by their "
@@ -84,7 +86,7 @@ def prepare(
         "windows_per_shard": WINDOWS_PER_SHARD,
         "documents": len(conversations),
         "tokens": sum(len(chat.ids) for chat in conversations),
-        "trained_tokens": int(sum(chat.trained.sum() for chat in conversations)),
+        "trained_tokens": int(sum(chat.loss_mask.sum() for chat in conversations)),
         **counts,
         "windows": sum(entry["windows"] for entry in entries),
         "shards": entries,
@@ -102,7 +104,7 @@ def _advise_holdout(conversations: list[Conversation]) -> str:
     hashes = [chat.key % 2**64 for chat in conversations]
     # the smallest share of 10,000 above the lowest hash
     per_10000 = min(hashes) * 10_000 // 2**64 + 1
-    if max(hashes) < shards.find_held_out_limit(per_10000) or per_10000 > MOST_PER_10000:
+    if is_held_out(max(hashes), per_10000) or per_10000 > MOST_PER_10000:
         return "add conversations"
     return f"--holdout {per_10000 / 10_000:.4f} holds one out; or add conversations"
 
@@ -144,7 +146,7 @@ def _read(
                 reasons["duplicate"] += 1
                 dropped_bytes["duplicate"] += size_bytes
                 # what one copy excludes, whatever the order of rows
-                first.trained[:] &= chat.trained
+                first.loss_mask[:] &= chat.loss_mask
     # by key: the same whatever the order of rows and files
     ordered = [by_key[key] for key in sorted(by_key)]
     counts = {

@@ -32,14 +32,14 @@ class Conversation(NamedTuple):
     Attributes:
         key: a 128-bit hash of roles, texts and tools.
         ids: uint32 (n,).
-        trained: bool (n,).
+        loss_mask: bool (n,), which ids count as labels.
         cut: whether its end is missing.
         ignored: fields that the template does not show.
     """
 
     key: int
     ids: np.ndarray
-    trained: np.ndarray
+    loss_mask: np.ndarray
     cut: bool = False
     ignored: frozenset[str] = frozenset()
 
@@ -81,16 +81,16 @@ def encode(
         ) from None
     ids, answers = encoder.encode_training(messages, tools)
     replies = [number for number, message in enumerate(messages) if message["role"] == ASSISTANT]
-    trained, fitting = np.zeros(len(ids), dtype=bool), (0, 0)
+    loss_mask, fitting = np.zeros(len(ids), dtype=bool), (0, 0)
     for number, (begin, end) in zip(replies, answers, strict=True):
-        trained[begin:end] = _is_learned(turns[number], number)
+        loss_mask[begin:end] = _is_learned(turns[number], number)
         # a cut ends with an answer: a call without its result would be a conversation that no server has
         if end <= longest and "tool_calls" not in messages[number]:
             fitting = (end, number + 1)
     end, count = fitting if cut and len(ids) > longest else (len(ids), len(messages))
     if not 0 < end <= longest:
         raise ChatError("too_long", f"{len(ids)} tokens, the longest that fits has {longest}")
-    if not trained[:end].any():
+    if not loss_mask[:end].any():
         raise ChatError("no_reply", "no message of the assistant that is trained")
     # without ids of calls and fields like a name: the same words are a duplicate
     texts = [
@@ -103,7 +103,7 @@ def encode(
     ]
     key = xxhash.xxh3_128_intdigest(json.dumps(texts + tools).encode())
     array = np.array(ids[:end], dtype=np.uint32)
-    return Conversation(key, array, trained[:end], count < len(messages), frozenset(ignored))
+    return Conversation(key, array, loss_mask[:end], count < len(messages), frozenset(ignored))
 
 
 def read_messages(row: Any) -> list[dict[str, Any]]:

@@ -84,10 +84,10 @@ def test_what_is_packed_is_whole_or_damaged(suffix, tmp_path):
     cut = pack(RAW)[: len(pack(RAW)) // 2]
     for damaged in (cut, pack(RAW)[:-1], members[:-9], pack(RAW) + b"garbage", b"not packed", b""):
         path.write_bytes(damaged)
-        with pytest.raises(local.Damaged) as error:
+        with pytest.raises(local.DamagedFile) as error:
             texts(LINES, path)
-        assert error.value.args[0] == str(path)
-        problem, rows = error.value.args[1]
+        name, problem, rows = error.value.args
+        assert name == str(path)
         assert (problem.reason, 0 <= rows <= 3000) == ("damaged", True)
         with pytest.raises(ValueError, match=rf"a\.jsonl\.{suffix} is damaged or truncated"):
             list(local.json_objects(path))
@@ -100,10 +100,10 @@ def test_a_window_that_is_too_long_says_how_to_unpack_the_file(tmp_path):
     path.write_bytes(b"\x28\xb5\x2f\xfd\x00" + bytes([21 << 3]) + b"\x01\x00\x00")
     command = f"zstd -d --long=31 {path}"
     assert command in str(local.find_first_problem(str(path), "text"))
-    with pytest.raises(local.Damaged) as error:
+    with pytest.raises(local.DamagedFile) as error:
         texts(LINES, path)
     dropped = local.Dropped()
-    dropped.add_file(str(path), error.value.args[1][0])
+    dropped.add_file(str(path), error.value.args[1])
     assert dropped == {"long_window": 1}
     assert command in dropped.examples["long_window"]
 

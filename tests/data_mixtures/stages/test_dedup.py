@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import xxhash
 
-from data_mixtures import recipe, shards
+from data_mixtures import document_ids, recipe
 from data_mixtures.stages import dedup, documents, stage
 from tests.data_mixtures.stages.filtered import do_all, make_recipe, run_filter
 
@@ -61,7 +61,7 @@ def low_half(text: str) -> int:
 
 
 def is_held_out(text: str, plan: recipe.Recipe) -> bool:
-    return low_half(text) < shards.find_held_out_limit(plan.valid_per_10000)
+    return document_ids.is_held_out(low_half(text), plan.valid_per_10000)
 
 
 def bands_of(text: str, plan: recipe.Recipe) -> set[int]:

@@ -9,9 +9,9 @@ import pyarrow.parquet as pq
 import pytest
 import xxhash
 
+from data_mixtures.document_ids import shuffle_key
 from data_mixtures.readers.columns import encode_origin, holds_text
 from data_mixtures.stages import decontaminate, filter, stage
-from data_mixtures.stages.tokenize import key_of_id
 from tests.data_mixtures.conftest import write_lines
 from tests.data_mixtures.stages.filtered import do_all, make_recipe, run_filter, write_raw
 
@@ -165,13 +165,13 @@ def test_a_damaged_page_is_named_by_its_file(out):
 
 
 def test_a_part_of_a_source_is_what_the_shuffle_puts_first(out):
-    keys = sorted(key_of_id(xxhash.xxh3_128_digest(text.encode()), RECIPE.seed) for text in GOOD)
+    keys = sorted(shuffle_key(xxhash.xxh3_128_digest(text.encode()), RECIPE.seed) for text in GOOD)
     for share, least, most in ((0.12, 15, 45), (0.3, 50, 100), (1.0, len(GOOD), len(GOOD))):
         recipe = replace(RECIPE, sources=(replace(RECIPE.sources[0], keep=share),))
         work = run_filter(out, {"notes": [GOOD[:130], GOOD[130:]]}, recipe)
         units = [documents(work, number) for number in (0, 1)]
         ids = [identity for table, *_ in units for identity in table.column("doc_id").to_pylist()]
-        chosen = sorted(key_of_id(identity, RECIPE.seed) for identity in ids)
+        chosen = sorted(shuffle_key(identity, RECIPE.seed) for identity in ids)
         assert chosen == [key for key in keys if key < share * 2**64], (
             "a prefix of the shuffle's order"
         )

@@ -9,7 +9,8 @@ import pytest
 import xxhash
 
 from data_mixtures import recipe_file
-from data_mixtures.stages import filter, quality, stage
+from data_mixtures.document_ids import shuffle_key
+from data_mixtures.stages import quality, stage
 from tests.data_mixtures.stages.filtered import make_recipe, run_filter
 
 PROSE = "".join(
@@ -100,8 +101,7 @@ def test_a_source_has_steps_of_its_own_and_what_is_kept_is_judged_by_the_text_as
     assert counts["kept"] == 40
     table, counts, work = filter_texts(tmp_path / "b", texts, ("pii",), keep=0.5)
     keys = [
-        filter.key_of_id(identity, work.recipe.seed)
-        for identity in table.column("doc_id").to_pylist()
+        shuffle_key(identity, work.recipe.seed) for identity in table.column("doc_id").to_pylist()
     ]
     assert 8 < len(keys) < 32
     assert max(keys) < 2**63

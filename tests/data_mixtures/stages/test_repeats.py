@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from data_mixtures.stages.documents import MAX_PERIOD, TIMES, with_repeats
+from data_mixtures.stages.repeats import MAX_PERIOD, TIMES, find_repeats
 
 
 def plainly(document: list[int]) -> bool:
@@ -29,14 +29,14 @@ def test_exactly_the_documents_that_hold_a_run(seed):
     assert 10 < sum(expected) < 50
     tokens = np.array([token for document in documents for token in document], np.uint16)
     assert (
-        with_repeats(tokens, np.array([len(document) for document in documents])).tolist()
+        find_repeats(tokens, np.array([len(document) for document in documents])).tolist()
         == expected
     )
 
 
 def test_a_run_does_not_reach_from_document_to_document_and_short_input_is_fine():
     tokens = np.full(60, 7, np.uint32)
-    assert with_repeats(tokens, np.array([31, 29])).tolist() == [False, False]
-    assert with_repeats(tokens, np.array([32, 28])).tolist() == [True, False]
-    assert with_repeats(tokens[:0], np.array([], int)).tolist() == []
-    assert with_repeats(tokens[:2], np.array([1, 1])).tolist() == [False, False]
+    assert find_repeats(tokens, np.array([31, 29])).tolist() == [False, False]
+    assert find_repeats(tokens, np.array([32, 28])).tolist() == [True, False]
+    assert find_repeats(tokens[:0], np.array([], int)).tolist() == []
+    assert find_repeats(tokens[:2], np.array([1, 1])).tolist() == [False, False]

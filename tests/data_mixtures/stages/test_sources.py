@@ -173,7 +173,7 @@ def test_what_may_pass_is_tried_again():
         ConnectionResetError(),
         TimeoutError(),
         OSError(errno.EIO, ""),
-        fetch.Damaged("truncated"),
+        fetch.DiffersFromPlan("truncated"),
     ]
     final = [
         OSError(errno.ENOSPC, ""),

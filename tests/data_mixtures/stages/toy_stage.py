@@ -32,10 +32,10 @@ class Toy:
     def units(self) -> list[Unit]:
         return [Unit("a" if number % 2 else "b", number) for number in range(6)]
 
-    def key(self, unit: Unit) -> str:
+    def result_key(self, unit: Unit) -> str:
         return key_of("fetch", unit.number)
 
-    def work(self, unit: Unit, folder: Path) -> dict[str, Any]:
+    def make(self, unit: Unit, folder: Path) -> dict[str, Any]:
         # a fault leaves this file in the unit's partial folder
         (folder / "half").write_bytes(b"half")
         time.sleep(self.wait_s)

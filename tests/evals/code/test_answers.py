@@ -12,7 +12,7 @@ from evals.code.__main__ import is_chat
 from evals.code.answers import INSTRUCTION, Sampling, collect
 from evals.code.score import open_dataset
 from evals.items import Partial
-from evals.scorer import Source, load_tokenizer, open_scorer
+from evals.scorer import Answerer, load_tokenizer, open_scorer
 from records.files import read_lines
 from tests.evals.code.code_assets import PROBLEMS, write_dataset
 from tests.evals.code.conftest import Endpoint
@@ -35,10 +35,10 @@ GREEDY = Sampling()
 
 
 def collect_from(server: Endpoint, folder: Path, sampling=GREEDY, chat=True, parallel=1, of="m"):
-    source = Source(base_url=server.url, model="m", concurrency=parallel, timeout_s=30)
+    answerer = Answerer(base_url=server.url, model="m", concurrency=parallel, timeout_s=30)
     dataset = open_dataset(write_dataset(folder / "d.jsonl"))
     partial = Partial(folder / "answers.jsonl")
-    return collect(dataset, open_scorer(None, source), sampling, chat, partial, of)
+    return collect(dataset, open_scorer(None, answerer), sampling, chat, partial, of)
 
 
 def test_answers_of_an_endpoint(endpoint, tmp_path, monkeypatch):
@@ -105,14 +105,14 @@ def test_a_refusal_is_not_asked_again(endpoint, tmp_path):
     for number, status in enumerate((400, 401, 404), 1):
         endpoint.statuses = [status]
         with pytest.raises(ValueError, match=f"refused the request, HTTP {status}"):
-            open_scorer(None, Source(base_url=endpoint.url)).generate(PROBLEMS[0]["prompt"], 9)
+            open_scorer(None, Answerer(base_url=endpoint.url)).generate(PROBLEMS[0]["prompt"], 9)
         assert len(endpoint.requests) == number
     with pytest.raises(ValueError, match=r"must begin with http"):
-        open_scorer(None, Source(base_url="localhost:8000"))
+        open_scorer(None, Answerer(base_url="localhost:8000"))
 
 
 def test_the_engine_answers_chats(folder):
-    scorer = open_scorer(folder, Source())
+    scorer = open_scorer(folder, Answerer())
     turns = [{"role": "user", "content": "double it"}]
     template = load_tokenizer(folder).apply_chat_template
     ids = template(turns, add_generation_prompt=True, return_dict=True)["input_ids"]

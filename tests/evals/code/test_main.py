@@ -11,9 +11,9 @@ import pytest
 from evals.code import score
 from evals.code.__main__ import Scoring, figures_of, main, pass_at_k, solutions
 from evals.code.sandbox import find_sandbox
-from evals.code.score import open_dataset
+from evals.code.score import Verdict, open_dataset
 from evals.compare import compare
-from evals.scorer import Source
+from evals.scorer import Answerer
 from records.evals import About
 from records.files import read_lines
 from tests.evals.code.code_assets import needs_sandbox, write_dataset
@@ -27,7 +27,7 @@ def test_pass_at_k_is_the_mean_over_all_choices():
             exact = Fraction(sum(map(any, choices)), len(choices))
             # one division and one subtraction of numbers up to 1
             assert pass_at_k(n, passed, k) == pytest.approx(float(exact), abs=2**-52)
-    scored = {"a": [(True, True)] * 20, "b": [(True, False)] * 20}
+    scored = {"a": [Verdict(True, True)] * 20, "b": [Verdict(True, False)] * 20}
     assert figures_of(scored, 20)["pass@k"]["10"] == {"base": 1, "plus": 0.5}
 
 
@@ -36,13 +36,13 @@ def test_the_command(endpoint, tmp_path):
     # of two calls, the second finds its answers and its expected outputs
     path = write_dataset(tmp_path / "d.jsonl")
     out = tmp_path / "evals.jsonl"
-    source = Source(base_url=endpoint.url)
+    answerer = Answerer(base_url=endpoint.url)
     scoring = Scoring(cache=tmp_path / "cache")
     records = [
         main(
             dataset=path,
             results=tmp_path / "r",
-            source=source,
+            answerer=answerer,
             scoring=scoring,
             about=About(out, step),
         )

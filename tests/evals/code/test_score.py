@@ -16,7 +16,7 @@ from evals.code import score
 from evals.code.__main__ import figures_of
 from evals.code.judge import judge
 from evals.code.sandbox import find_sandbox
-from evals.code.score import LIMITS, Judge, open_dataset, reference
+from evals.code.score import LIMITS, Judge, Verdict, open_dataset, reference
 from evals.code.solution import SandboxError
 from tests.evals.code.code_assets import (
     ANSWER,
@@ -156,7 +156,9 @@ def test_solutions_that_pass_the_base_tests_only(tmp_path):
     judge = judge_of(tmp_path)
     scored = scores_of(judge, {901: ["def absolute(x):\n    return x", reference(PROBLEMS[1])]})
     assert scored["HumanEval/901"] == [(True, False), (True, True)]
-    figures = figures_of({"HumanEval/901": scored["HumanEval/901"][:1], "b": [(True, True)]}, 1)
+    figures = figures_of(
+        {"HumanEval/901": scored["HumanEval/901"][:1], "b": [Verdict(True, True)]}, 1
+    )
     assert (figures["pass@1_base"], figures["pass@1_plus"]) == (1, 0.5)
 
 

@@ -7,7 +7,7 @@ from fractions import Fraction
 import pytest
 
 from evals.code import runner, solution
-from evals.code.solution import SandboxError, Solution, plain, read
+from evals.code.solution import SandboxError, Solution, read, read_reference_value
 
 BEGIN = "import sys, time\nsys.stdin.buffer.read()\nprint('null', flush=True)\n"
 VALUES = [
@@ -33,7 +33,7 @@ def start(program: str) -> Solution:
 
 def test_a_value_arrives_as_it_left():
     for value in VALUES:
-        arrived = read(json.dumps(runner.plain(value)).encode(), plain)
+        arrived = read(json.dumps(runner.to_json(value)).encode(), read_reference_value)
         assert arrived == value
         # Python refuses to print so many digits
         if value != 10**5000:

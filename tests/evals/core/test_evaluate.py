@@ -28,7 +28,7 @@ from evals.core.evaluate import (
 from evals.core.prompts import Item, Protocol, items
 from evals.core.tasks import TASKS, Bundle
 from evals.items import Partial
-from evals.scorer import Prompt, Scorer, Scores, Source, open_scorer
+from evals.scorer import Answerer, Prompt, Scorer, Scores, open_scorer
 from records.evals import NOWHERE, About
 from records.files import read_lines
 from records.items import read_items
@@ -63,7 +63,7 @@ def check_answer(model: torch.nn.Module, scorer: Scorer, item: Item, answer: Ite
 @pytest.mark.parametrize("write", [write_laneformer, write_llama], ids=["engine", "transformers"])
 def test_answers_of_each_type_against_plain_sums(tmp_path, write):
     model = write(tmp_path / "model")
-    scorer = open_scorer(tmp_path / "model", Source(device="cpu"))
+    scorer = open_scorer(tmp_path / "model", Answerer(device="cpu"))
     bundle = write_bundle(tmp_path, LABELS)
     choices = []
     protocols: tuple[Protocol, ...] = ("nanochat", "dclm")

@@ -13,7 +13,7 @@ import pytest
 from evals.core.evaluate import Settings, score_task
 from evals.core.tasks import Bundle
 from evals.items import Partial
-from evals.scorer import Source, open_scorer
+from evals.scorer import Answerer, open_scorer
 from tests.evals.core.core_assets import eval_data, task
 
 
@@ -23,7 +23,7 @@ def test_counts_of_the_reference(backend):
     folder = os.environ.get("LANEFORMER_SMOLLM2")
     if not folder:
         pytest.skip("LANEFORMER_SMOLLM2 is not set: python -m tests.smollm2 makes the folder")
-    scorer = open_scorer(Path(folder), Source(backend, "cpu", max_length=2048))
+    scorer = open_scorer(Path(folder), Answerer(backend, "cpu", max_length=2048))
     assert scorer.bos_id == 1
     for label, limit, right in (
         ("copa", 100, 56),

@@ -14,7 +14,7 @@ import pytest
 
 from evals.lm_eval.__main__ import Questions, main, summarize_prompts
 from evals.lm_eval.tasks import expand_tasks
-from evals.scorer import LOCAL, Answer, Source, load_tokenizer
+from evals.scorer import LOCAL, Answer, Answerer, load_tokenizer
 from evals.scorer.engine import EngineScorer
 from records.evals import About
 from records.items import read_items
@@ -37,10 +37,10 @@ PAIRS = [
 ]
 
 
-def open_model(folder: Path, source: Source = LOCAL):
+def open_model(folder: Path, answerer: Answerer = LOCAL):
     from evals.lm_eval.models import ScorerLM
 
-    return ScorerLM(folder, source)
+    return ScorerLM(folder, answerer)
 
 
 @pytest.fixture(scope="module")
@@ -130,7 +130,7 @@ def test_bos_is_a_choice_and_in_a_conversation_the_templates(model, hf_dir, tmp_
 
 def test_prompts_that_do_not_fit_are_cut_with_a_warning_and_counted(hf_dir, model):
     text = "for name in names:\n" * 20
-    short = open_model(hf_dir, Source(max_length=64))
+    short = open_model(hf_dir, Answerer(max_length=64))
     with pytest.warns(UserWarning, match="prompts lose their head: the context is 64"):
         _, (score, _) = score_pairs(short, [("x", " = 1"), (text, " pass")])
     ids = model.tok_encode(text + " pass")
@@ -149,7 +149,7 @@ def test_prompts_that_do_not_fit_are_cut_with_a_warning_and_counted(hf_dir, mode
     room = len(ids)
     for length, cut in ((room + 10, 0), (room, 1), (1, 2)):
         view = SimpleNamespace(
-            max_length=length, scoring_room=length + 1, tok_encode=model.tok_encode
+            max_length=length, max_scored_ids=length + 1, tok_encode=model.tok_encode
         )
         assert summarize_prompts(view, samples)["cut"] == cut
 
@@ -215,7 +215,7 @@ def test_task_files_of_ones_own_are_answered_and_go_on_when_they_end_in_the_midd
     assert expand_tasks("chosen.yaml") == [str(tmp_path / "chosen.yaml")]
     own_tasks = Questions(",".join(f"{name}.yaml" for name in OWN_TASKS))
     whole = main(
-        hf_dir, own_tasks, Source("engine", "cpu"), About(tmp_path / "whole/evals.jsonl", 3)
+        hf_dir, own_tasks, Answerer("engine", "cpu"), About(tmp_path / "whole/evals.jsonl", 3)
     )
     check_own_tasks(whole, tmp_path / "whole", model)
     generate = EngineScorer.generate
@@ -283,7 +283,7 @@ def ask_in_chat(hf_dir: Path, task: str, data: Path) -> tuple[dict[str, Any], li
     """Score two documents; return the record, and whether each answer was right."""
     questions = Questions(task, limit=2, chat_template=True, data=data)
     about = About(data / "out/evals.jsonl", 3)
-    record = main(hf_dir, questions, Source(device="cpu", max_length=2048), about)
+    record = main(hf_dir, questions, Answerer(device="cpu", max_length=2048), about)
     check_fields(record, None)
     assert (record["chat_template"], record["add_bos"], record["cut_prompts"]) == (True, False, 0)
     _, lines = read_items(data / "out" / record["items"])

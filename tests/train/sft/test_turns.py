@@ -201,13 +201,13 @@ def test_the_same_ids_in_training_transformers_and_the_server(hf_folder, encodin
             messages, tools=tools, return_dict=True, return_assistant_tokens_mask=True
         )
         assert out["input_ids"] == same.ids.tolist()
-        assert out["assistant_masks"] == same.trained.astype(int).tolist()
+        assert out["assistant_masks"] == same.loss_mask.astype(int).tolist()
 
 
 def test_calls_and_answers_are_trained_and_nothing_else(encodings, encoder, data_folder):
     tokenizer, _ = open_tokenizer(data_folder / "tokenizer.model")
     encoded = encodings[4]
-    edges = np.flatnonzero(np.diff(encoded.trained.astype(int))) + 1
+    edges = np.flatnonzero(np.diff(encoded.loss_mask.astype(int))) + 1
     pieces = np.split(encoded.ids, edges)
     texts = [tokenizer.decode(piece.tolist(), skip_special_tokens=False) for piece in pieces]
     assert texts[1::2] == [text + EOS for text in WRITTEN]
@@ -220,7 +220,7 @@ def test_calls_and_answers_are_trained_and_nothing_else(encodings, encoder, data
     without["messages"][2]["weight"] = 0
     fewer = encode(without, encoder, True, SEQ_LEN, False)
     assert (fewer.ids == encoded.ids).all()
-    assert encoded.trained.sum() - fewer.trained.sum() == len(pieces[1])
+    assert encoded.loss_mask.sum() - fewer.loss_mask.sum() == len(pieces[1])
 
 
 def test_the_template_goes_with_the_model_and_the_default_is_the_published_one(
@@ -255,7 +255,7 @@ def test_without_the_option_ids_and_hashes_are_those_of_before():
     encoded = [encode(row, published, False, 600, True) for row in rows]
     assert [(chat.key, chat.cut, "system" in chat.ignored) for chat in encoded] == GOLDEN_KEYS
     content = b"".join(
-        chat.ids.astype("<u4").tobytes() + chat.trained.tobytes() for chat in encoded
+        chat.ids.astype("<u4").tobytes() + chat.loss_mask.tobytes() for chat in encoded
     )
     assert hashlib.sha256(content).hexdigest() == GOLDEN_SHA256
 
@@ -271,7 +271,7 @@ def test_a_conversation_without_system_and_tools_is_the_published_one(encoder, d
         )
         assert (ours.key, ours.cut) == (theirs.key, theirs.cut)
         assert ours.ids.tolist() == theirs.ids.tolist()
-        assert ours.trained.tolist() == theirs.trained.tolist()
+        assert ours.loss_mask.tolist() == theirs.loss_mask.tolist()
 
 
 def test_long_ones_are_cut_behind_answers_and_not_behind_calls(encoder):
@@ -358,7 +358,7 @@ def test_rows_of_arrow_are_those_of_json_lines(encoder, tmp_path):
             encode(r.value, encoder, True, SEQ_LEN, False) for r in (ours, theirs)
         )
         assert of_arrow.ids.tolist() == expected.ids.tolist(), ours.number
-        assert of_arrow.trained.tolist() == expected.trained.tolist()
+        assert of_arrow.loss_mask.tolist() == expected.loss_mask.tolist()
         assert (of_arrow.key, of_arrow.ignored) == (expected.key, expected.ignored)
 
 
