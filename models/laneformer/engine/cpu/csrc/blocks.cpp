@@ -190,12 +190,13 @@ void widen(const BlockGroup& group, DType held, float* out) {
     return held == DType::mxfp4 ? std::bit_cast<float>(uint32_t(scale) << 16) : half_to_float(scale);
   };
   const float minimum = traits.minima ? number(group.minimum, 1) : 0.0f;
+  const float scales[] = {number(group.scale[0], 0), number(group.scale[traits.scales == 2], 0)};
   for (int i = 0; i < kGroupInputs; ++i) {
     const int bits = held == DType::iq4     ? kUnevenLevels[group.bits[i]]
                      : held == DType::mxfp4 ? kFloatLevels[group.bits[i]]
                      : held == DType::q8    ? static_cast<int8_t>(group.bits[i])
                                             : group.bits[i] - traits.zero;
-    out[i] = static_cast<float>(bits) * number(group.scale[traits.scales == 2 ? i / 16 : 0], 0) + minimum;
+    out[i] = static_cast<float>(bits) * scales[i / 16] + minimum;
   }
 }
 

@@ -84,7 +84,7 @@ struct ModelSpec {
   int ff_rows() const { return intermediate / lanes; }
   int gate_up_rows() const { return 2 * static_cast<int>(round_up(ff_rows(), 16)); }
   int padded_hidden() const { return static_cast<int>(round_up(hidden, kTileRows)); }
-  int cache_slots() const { return static_cast<int>(round_up(context, 16)); }
+  int cache_slots() const { return static_cast<int>(round_up(context, 64)); }  // kernels/attention.h
 };
 
 inline int groups_before(int first_input) { return first_input / kGroupInputs % kSuperGroups; }

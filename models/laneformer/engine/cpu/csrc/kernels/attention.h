@@ -56,11 +56,11 @@ INLINE V16 load_cached(const char* at) {
 template <DType T>
 constexpr int kElementBytes = T == DType::fp32 ? 4 : T == DType::int8 ? 1 : 2;
 
-// Positions in tiles of 16 * dim elements, which 16 scales may follow; tile `origin` lies first.
+// Positions in tiles of 16 * dim elements, which 16 scales may follow; 64 positions from a multiple of 64 on lie in a row.
 struct Ring {
   const char* base;
-  int tiles, origin, tile_bytes;
-  INLINE const char* at(int tile) const { return base + (size_t)((tile - origin) % tiles) * tile_bytes; }
+  int tiles, tile_bytes;
+  INLINE const char* at(int tile) const { return base + (size_t)(tile % tiles) * tile_bytes; }
 };
 template <DType T>
 INLINE V16 scales_of(const char* tile, int dim) {
@@ -208,11 +208,9 @@ INLINE void attend_chunk(const AttendArgs& a, Ring keys, Ring values, int chunk)
       const int end = (at / kMixedPositions + 1) * kMixedPositions;
       int p = at > range.first ? at : range.first;
       while (p < end && p <= range.last) {
-        // as far as the values lie one after the other
-        const int stop = end <= range.last ? end : range.last + 1, tile = p / 16;
-        const int in_a_row = SCALED ? 1 : values.tiles - (tile - values.origin) % values.tiles;
-        const int before_wrap = in_a_row * 16 - p % 16;
-        const int count = stop - p < before_wrap ? stop - p : before_wrap;
+        // as far as the values lie one after the other: scales part the tiles
+        const int stop = end <= range.last ? end : range.last + 1, tile = p / 16, in_tile = 16 - p % 16;
+        const int count = SCALED && stop - p > in_tile ? in_tile : stop - p;
         mix_from<T, kRows, (kMost >= 8 ? 8 : kMost >= 4 ? 4 : kMost >= 2 ? 2 : 1)>(
             a.scores + q * kChunkPositions + p - start, values.at(tile) + p % 16 * dim * kElementBytes<T>, count, dim, 0,
             a.mixed + q * dim);
@@ -235,7 +233,7 @@ template <DType T>
 INLINE void attend_cached(const AttendArgs& a) {
   constexpr bool kScaled = T == DType::int8;
   const int tile_bytes = 16 * (int)kv_position_bytes(a.dim, T), wide = 16 * (a.dim + kScaled);
-  const Ring keys{a.keys, a.slots / 16, 0, tile_bytes}, values{a.values, a.slots / 16, 0, tile_bytes};
+  const Ring keys{a.keys, a.slots / 16, tile_bytes}, values{a.values, a.slots / 16, tile_bytes};
   for (int chunk = a.first_chunk; chunk <= a.last_chunk; ++chunk) {
     if (T == DType::fp32 || a.queries <= kFewQueries) {
       attend_chunk<T, kScaled>(a, keys, values, chunk);
@@ -246,8 +244,8 @@ INLINE void attend_cached(const AttendArgs& a) {
     float* wide_values = a.widened + tiles * wide;
     widen_tiles<T, kScaled>(keys, first, all.last / 16, a.dim, a.widened + (first % tiles) * wide);
     widen_tiles<T, kScaled>(values, first, all.last / 16, a.dim, wide_values + (first % tiles) * wide);
-    attend_chunk<DType::fp32, kScaled>(a, {(const char*)a.widened, tiles, 0, 4 * wide},
-                                       {(const char*)wide_values, tiles, 0, 4 * wide}, chunk);
+    attend_chunk<DType::fp32, kScaled>(a, {(const char*)a.widened, tiles, 4 * wide},
+                                       {(const char*)wide_values, tiles, 4 * wide}, chunk);
   }
 }
 
