@@ -173,7 +173,7 @@ def test_the_pace_keeps_gaps_below_twice_the_usual(machine):
         assert 0 <= columns <= 128
         column_counts.append(columns)
         disturbed = 5.0 if turn % 100 == 99 else 1.0  # a thread loses its core now and then
-        pace.passed(columns, seconds(columns) * disturbed * rng.uniform(1.0, 1.05))
+        pace.learn(columns, seconds(columns) * disturbed * rng.uniform(1.0, 1.05))
     assert max(column_counts) <= max(2, 1.1 * best)
     assert np.mean(column_counts) >= 0.8 * best, "prompts are not held up for nothing"
     assert 10 <= column_counts.count(0) < 20, "the usual time is measured again and again"

@@ -82,14 +82,14 @@ def test_odds_follow_what_was_right_and_drafts_are_tried_again():
     first = drafter.propose(4)[1]
     # all of these drafts were wrong, so odds fall
     for _ in range(20):
-        drafter.verified(4, 0)
+        drafter.learn(4, 0)
     assert drafter.propose(4)[1][0] < 0.2 * first[0]
     for _ in range(400):  # proposals that were not tried
-        drafter.verified(0, 0)
+        drafter.learn(0, 0)
     assert drafter.propose(4)[1][0] > 0.8 * first[0]
     for _ in range(100):
         drafter.propose(4)
-        drafter.verified(4, 4)
+        drafter.learn(4, 4)
     assert drafter.propose(4)[1][3] > 0.9
 
 
@@ -98,16 +98,16 @@ def test_cost_is_what_passes_took():
     assert cost.of(1) == 1.0
     # the cost of one column and of four; others are interpolated or extrapolated
     for _ in range(50):
-        cost.passed(1, 0.010)
-        cost.passed(4, 0.014)
+        cost.learn(1, 0.010)
+        cost.learn(4, 0.014)
     assert cost.of(1) == pytest.approx(0.010)
     assert cost.of(3) == pytest.approx(0.010 + 0.004 * 2 / 3)
     assert cost.of(8) > cost.of(4)
     assert cost.of(64) == pytest.approx(2 * cost.of(32))
-    cost.passed(1, 10.0)  # the thread had lost its core
+    cost.learn(1, 10.0)  # the thread had lost its core
     assert cost.of(1) < 0.012
     for _ in range(1000):
-        cost.passed(1, 0.020)
+        cost.learn(1, 0.020)
     assert cost.of(4) > 0.020  # what was long ago counts no more
 
 

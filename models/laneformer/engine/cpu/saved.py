@@ -156,7 +156,7 @@ class SavedPrefixes:
                 is_saved = isinstance(error, TooLarge)  # not tried again before it grows
                 self._warn_once(f"prefixes cannot be saved in {self.folder.directory}: {error}")
             finally:
-                is_complete = self.decoder.saved(is_saved)
+                is_complete = self.decoder.finish_saving(is_saved)
                 if part is not None:
                     self._end(part, prefix if is_complete else None)
             return is_saved

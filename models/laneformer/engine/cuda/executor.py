@@ -79,7 +79,7 @@ class CudaExecutor:
         for op in plan.ops:
             passes.caches.apply(op)
         if plan.chunk_tokens:
-            return self._read(passes, plan)
+            return self._read_result(passes, plan)
         if not (columns := plan.columns):
             return {}
         rows = plan.logit_columns  # of the logits that the schedule draws from
@@ -95,7 +95,7 @@ class CudaExecutor:
         results: dict[str, Any] = {"picked": np.array(picked, np.int32)}
         return {**results, "logits": self._logits[rows].cpu().numpy()} if rows else results
 
-    def _read(self, passes: PassRunner, plan: _core.Pass) -> dict[str, Any]:
+    def _read_result(self, passes: PassRunner, plan: _core.Pass) -> dict[str, Any]:
         chunk, start = self.schedule.prompt_chunk(), plan.start
         ids, row = chunk.ids, chunk.first_row
         try:

@@ -105,17 +105,17 @@ void bind_parts(nb::module_& m) {
   nb::class_<Pace>(m, "Pace")
       .def(nb::init<>())
       .def("columns", &Pace::columns)
-      .def("passed", &Pace::passed, "columns"_a, "seconds"_a);
+      .def("learn", &Pace::learn, "columns"_a, "seconds"_a);
   nb::class_<Cost>(m, "Cost")
       .def(nb::init<>())
       .def("of", &Cost::of, "columns"_a)
-      .def("passed", &Cost::passed, "columns"_a, "seconds"_a);
+      .def("learn", &Cost::learn, "columns"_a, "seconds"_a);
   nb::class_<OneDrafter>(m, "Drafter")
       .def(nb::init<std::vector<int>, std::vector<int>, std::vector<std::vector<int>>>(), "prediction"_a, "prompt"_a,
            "past"_a)
       .def("extend", [](OneDrafter& d, int id) { d.drafter.extend(id); }, "id"_a)
       .def("propose", &OneDrafter::propose, "most"_a)
-      .def("verified", [](OneDrafter& d, int n, int right) { d.drafter.verified(n, right); }, "drafts"_a, "right"_a);
+      .def("learn", [](OneDrafter& d, int n, int right) { d.drafter.learn(n, right); }, "drafts"_a, "right"_a);
 }
 
 }  // namespace

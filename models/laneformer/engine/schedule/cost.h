@@ -28,7 +28,7 @@ class Cost {
   }
 
   // Learns from a pass in which sequences decode and no prompt is read.
-  void passed(int columns, double seconds) {
+  void learn(int columns, double seconds) {
     ++passes_;
     if (columns < 1 || columns > kKnown || fixed_) return;
     double& known = seconds_[columns];

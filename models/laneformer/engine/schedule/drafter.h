@@ -26,7 +26,7 @@ class Drafter {  // each sequence has one of its own
   // Appends up to `most` ids that may follow to `drafts`; odds[i]: the odds that the first i + 1 are all right.
   virtual void propose(int most, std::vector<int>& drafts, std::vector<double>& odds) = 0;
   // Of the last proposal the first `drafts` ids were tried (0: none), and the first `right` of these were right.
-  virtual void verified(int drafts, int right) = 0;
+  virtual void learn(int drafts, int right) = 0;
 };
 
 }  // namespace laneformer

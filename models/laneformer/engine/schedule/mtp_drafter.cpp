@@ -54,8 +54,8 @@ void MtpDrafter::add_columns(Sequence& s, int sequence, Pass& pass) {
   draft.columns = 1;
 }
 
-void MtpDrafter::passed(const Pass& pass, double seconds) {
-  (pass.logit_columns ? cost_ : block_cost_).passed(pass.columns, seconds);
+void MtpDrafter::learn_cost(const Pass& pass, double seconds) {
+  (pass.logit_columns ? cost_ : block_cost_).learn(pass.columns, seconds);
 }
 
 PassDrafter::Row MtpDrafter::row(const float* logits) {

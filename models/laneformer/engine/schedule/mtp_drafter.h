@@ -30,7 +30,7 @@ class MtpDrafter : public PassDrafter {
   double made_anyway_s(const Cost& model, int columns) const override {
     return seconds(block_cost_, block_, model, columns);
   }
-  void passed(const Pass& pass, double seconds) override;
+  void learn_cost(const Pass& pass, double seconds) override;
   Row row(const float* logits) override;
   void add_columns(Sequence& s, int sequence, Pass& pass);
 

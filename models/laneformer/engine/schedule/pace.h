@@ -17,7 +17,7 @@ class Pace {
   int columns() const { return usual_s_ == 0.0 || since_usual_ >= kMeasureEvery ? 0 : static_cast<int>(columns_); }
 
   // A pass of sequences that decode, and so many columns of prompts, took this long.
-  void passed(int columns, double seconds) {
+  void learn(int columns, double seconds) {
     if (columns == 0) {
       const double known = std::min(seconds, kLongest * usual_s_);  // a thread may have lost its core for a moment
       usual_s_ = usual_s_ == 0.0 ? seconds : usual_s_ + (known - usual_s_) / kRemembered;

@@ -70,7 +70,7 @@ void PassDrafter::begin(const std::vector<Sequence*>& running, const Cost& model
 
 void PassDrafter::finish(const std::vector<Sequence*>& running, const Pass& pass, const PassResult& last) {
   finish_ops(running, pass, last);
-  if (pass.columns) passed(pass, now_s() - draft_pass_began_s_);
+  if (pass.columns) learn_cost(pass, now_s() - draft_pass_began_s_);
   for (size_t i = 0; i < running.size(); ++i) {
     Sequence& s = *running[i];
     if (last.overflowed & 1u << i) {
@@ -102,7 +102,7 @@ void PassDrafter::draw(Sequence& s, const float* logits) {
   if (odds < draft.least_odds || s.sampler.options().stops_at(token)) stop_drafting(s);
 }
 
-void PassDrafter::verified(Sequence& s, int right) {
+void PassDrafter::learn(Sequence& s, int right) {
   DraftState& draft = s.draft_state;
   if (!s.takes_pass_drafts()) return draft.rate.forget(DraftState{}.rate);
   for (int i = 0; i < std::min<int>(s.drafts.size(), right + 1); ++i) {

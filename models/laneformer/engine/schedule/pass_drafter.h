@@ -26,7 +26,7 @@ class PassDrafter {
   // Plans the next draft pass. Returns false where none is left to make, as all drafts are there.
   virtual bool plan(const std::vector<Sequence*>& running, Pass& pass) = 0;
   void finish(const std::vector<Sequence*>& running, const Pass& pass, const PassResult& last);
-  void verified(Sequence& s, int right);  // the model has seen the sequence's drafts: the first `right` were right
+  void learn(Sequence& s, int right);  // the model has seen the sequence's drafts: the first `right` were right
   virtual void ran(Sequence&, int) {}     // the model has run the sequence's positions from this one on
   virtual void end(Sequence&) {}
   virtual size_t kv_bytes() const { return 0; }  // bytes of its own KV caches; any thread may ask
@@ -85,7 +85,7 @@ class PassDrafter {
   template <class Odds>
   static Choice find_best(const Round& round, int most, double each_s, const Odds& odds);
   void choose(Sequence& s, const Round& round, int most) const;
-  virtual void passed(const Pass& pass, double seconds) { cost_.passed(pass.columns, seconds); }
+  virtual void learn_cost(const Pass& pass, double seconds) { cost_.learn(pass.columns, seconds); }
   void draw(Sequence& s, const float* logits);
 
   bool records_ = false;

@@ -14,8 +14,8 @@ constexpr int kExtraPassesWithDrafter = 3;  // after so many a drafter is asked 
 void Schedule::begin_round() {
   round_began_s_ = now_s();
   const double last_pass_s = (round_began_s_ - model_pass_began_s_) / passes_;
-  if (pass_.decoding) pace_.passed(pass_.prompt_columns, last_pass_s);
-  if (pass_.decoding && !pass_.prompt_columns) cost_.passed(pass_.columns, last_pass_s);
+  if (pass_.decoding) pace_.learn(pass_.prompt_columns, last_pass_s);
+  if (pass_.decoding && !pass_.prompt_columns) cost_.learn(pass_.columns, last_pass_s);
   for (Sequence* s : running_) {
     s->drafts.clear(), s->odds.clear();
     s->columns = s->logit_columns = 0;

@@ -79,10 +79,10 @@ class Prefixes {
   // Files (saved_prefix.cpp). Somebody saves caches: one that no file holds is not closed before it is saved.
   void set_saves(bool saves);
   bool leaves() const;  // a cache waits to be saved, and is then closed
-  // A cache to save; until `saved`, the positions of its contents stay as they are. One at a time.
+  // A cache to save; until `finish_saving`, the positions of its contents stay as they are. One at a time.
   std::optional<Saving> begin_saving(Save what);
   // Ends the saving. Returns false where the contents were overwritten meanwhile, and their file is to be thrown away.
-  bool saved(bool done);
+  bool finish_saving(bool done);
   int reusable(const std::vector<int>& ids, int max_reusable) const;  // where a sequence could start now
   int start_in(const std::vector<uint8_t>& dropped, int shared) const;  // the same for a file that shares so many ids
   // Makes a cache with these contents; false where there is no room. `give` gets its number, and hands keys and values over.

@@ -87,7 +87,7 @@ Prefixes::Contents Prefixes::contents_of(int index) const {
   return contents;
 }
 
-bool Prefixes::saved(bool done) {
+bool Prefixes::finish_saving(bool done) {
   std::lock_guard lock(mutex_);
   if (saving_ < 0) return false;
   const int index = std::exchange(saving_, -1);

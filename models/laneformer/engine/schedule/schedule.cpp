@@ -319,11 +319,11 @@ void Schedule::take_tokens(Sequence& s, const PassResult& last) {
     ++s.position;  // the draft token's keys and values stand
   }
   const int right = s.left_behind.statistics.accepted - accepted;
-  if (pass_drafter_ && s.drafter) pass_drafter_->verified(s, right);
+  if (pass_drafter_ && s.drafter) pass_drafter_->learn(s, right);
   if (s.drafter && s.takes_pass_drafts())
-    s.drafter->verified(0, 0);  // its own proposal was not tried
+    s.drafter->learn(0, 0);  // its own proposal was not tried
   else if (s.drafter)
-    s.drafter->verified(static_cast<int>(s.drafts.size()), right);
+    s.drafter->learn(static_cast<int>(s.drafts.size()), right);
   follow(s, last);
   if (!s.request.timed) return;
   Timings& timings = s.left_behind.timings;

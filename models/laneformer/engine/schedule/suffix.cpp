@@ -115,7 +115,7 @@ void SuffixDrafter::propose(int most, std::vector<int>& drafts, std::vector<doub
   }
 }
 
-void SuffixDrafter::verified(int drafts, int right) {
+void SuffixDrafter::learn(int drafts, int right) {
   if (!length_) return;
   for (int i = 0; i < std::min(drafts, right + 1); ++i) rates_[bucket(length_ + i)].learn(i < right);
   const int i = bucket(length_);

@@ -57,7 +57,7 @@ class SuffixDrafter : public Drafter {
   SuffixDrafter(const std::vector<int>& prediction, const std::vector<int>& prompt, const PastOutputs* past);
   void extend(int id) override { own_.append(id); }
   void propose(int most, std::vector<int>& drafts, std::vector<double>& odds) override;
-  void verified(int drafts, int right) override;
+  void learn(int drafts, int right) override;
 
  private:
   static int bucket(int length);

@@ -90,7 +90,7 @@ void bind_saved(nb::module_& m, nb::class_<Decoder>& decoder) {
       .def_prop_ro("leaves", [](Decoder& d) { return d.schedule().prefixes().leaves(); })
       .def("begin_saving", &begin_saving, "what"_a)
       .def("segment", &segment_of_cache, "cache"_a, "index"_a)
-      .def("saved", [](Decoder& d, bool done) { return d.schedule().prefixes().saved(done); }, "done"_a)
+      .def("finish_saving", [](Decoder& d, bool done) { return d.schedule().prefixes().finish_saving(done); }, "done"_a)
       .def("reusable", [](Decoder& d, const Ids& ids, int most) { return d.schedule().prefixes().reusable(ids, most); },
            "ids"_a, "max_reusable"_a)
       .def("start_in", &start_in, "dropped"_a, "shared"_a)

@@ -100,11 +100,11 @@ void multiply_unpacked_tile(const char* w, int k_pairs, Inputs in, TileOutput ou
     unpack_panel<T>(at, groups, !i, in.ahead, panel);
     TileOutput rest = out;
     const int part = groups * kTapeBytes<T> / ((out.columns + kUnpackedColumns - 1) / kUnpackedColumns);
-    const char* next = at.w;  // of which each block fetches its part, so that memory is read while there is no other use of it
+    const char* next = at.w;  // each block fetches its part of the next panel: memory is read all the while
     for (int c = 0; c < out.columns; c += kUnpackedColumns) {
       for (const char* end = next + part; next < end; next += 64) __builtin_prefetch(next, 0, 2);
-      multiply(panel, groups, in.data + c * in.stride + done * sizeof(RoundedGroup), in.stride, !i, totals + c * kTileRows,
-               i + 1 == panels ? &rest : nullptr);
+      const char* x = in.data + c * in.stride + done * sizeof(RoundedGroup);
+      multiply(panel, groups, x, in.stride, !i, totals + c * kTileRows, i + 1 == panels ? &rest : nullptr);
       rest.y += kUnpackedColumns * rest.stride, rest.columns -= kUnpackedColumns;
     }
     done += groups;
