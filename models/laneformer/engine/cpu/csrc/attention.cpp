@@ -44,14 +44,20 @@ void Attention::run(const Lane& lane) {
   shared_.exchange.meet_lane(lane.t, plan);  // each thread has written its rows of q, k and v, which all read
   if (spec_.head_norms && spec_.joint_head_norms) norm_jointly(lane);
   if (spec_.head_norms && !spec_.joint_head_norms) norm_heads(lane);
-  if (lane.t == plan.leader) cache_positions(lane);
-  shared_.exchange.meet_lane(lane.t, plan);  // all queries are normed, and the leader has written keys and values
+  cache_positions(lane);
+  shared_.exchange.meet_lane(lane.t, plan);  // all queries are normed, and all keys and values cached
   attend(lane);
   shared_.exchange.meet_lane(lane.t, plan);  // `mixed` is whole, which wo reads, and q, k and v may be overwritten
 }
 
-// Norms heads in place, before RoPE: the lane's threads share the queries; the leader takes the keys, as it writes the
-// cache next. w.query and w.mixed are free until `attend`.
+// Whether the thread caches a column: each of the lane's threads a run of them, and no two write to one line.
+bool Attention::caches(const Lane& lane, int column) const {
+  const ThreadPlan& plan = shared_.model.plan(lane.t);
+  return column * plan.members / lane.pass.columns == lane.t - plan.leader;
+}
+
+// Norms heads in place, before RoPE: the lane's threads share the queries; a key is normed by the thread that caches it.
+// w.query and w.mixed are free until `attend`.
 void Attention::norm_heads(const Lane& lane) {
   Scratch& w = scratch_[lane.t];
   const ThreadPlan& plan = shared_.model.plan(lane.t);
@@ -67,7 +73,7 @@ void Attention::norm_heads(const Lane& lane) {
     float* y = lane.qkv + size_t(c) * stride;
     for (int head = queries * member / plan.members; head < queries * (member + 1) / plan.members; ++head)
       norm(y + head * d, false);
-    for (int head = 0; member == 0 && head < kv_heads_; ++head) norm(y + (queries + head) * d, true);
+    for (int head = 0; caches(lane, c) && head < kv_heads_; ++head) norm(y + (queries + head) * d, true);
   }
 }
 
@@ -85,19 +91,20 @@ void Attention::norm_jointly(const Lane& lane) {
   for (int c = 0; c < lane.pass.columns; ++c) {
     float* y = lane.qkv + size_t(c) * qkv_stride(spec_);
     if (c % plan.members == lane.t - plan.leader) norm(y, false);
-    if (lane.t == plan.leader) norm(y + spec_.q_rows(), true);
+    if (caches(lane, c)) norm(y + spec_.q_rows(), true);
   }
 }
 
 void Attention::cache_positions(const Lane& lane) {
   for (int c = 0; c < lane.pass.columns; ++c)
-    cache_position(lane, lane.qkv + size_t(c) * qkv_stride(spec_) + spec_.q_rows(), lane.pass.column[c]);
+    if (caches(lane, c))
+      cache_position(lane, lane.qkv + size_t(c) * qkv_stride(spec_) + spec_.q_rows(), lane.pass.column[c]);
 }
 
 // Writes one position's keys, then values, (kv_rows,) each, to the cache. w.mixed and w.scores are free until `attend`.
 void Attention::cache_position(const Lane& lane, const float* key, Column at) {
   Scratch& w = scratch_[lane.t];
-  const int d = spec_.head_dim(), dim = spec_.padded_head_dim();
+  const int d = spec_.head_dim(), dim = spec_.padded_head_dim(), leader = shared_.model.plan(lane.t).leader;
   const int bytes = bytes_of(spec_.kv_dtype), tile = at.position / 16, place = at.position % 16;
   const size_t skipped = tile * 16 * kv_position_bytes(dim, spec_.kv_dtype), scales = size_t(16) * dim * bytes;
   const float* value = key + spec_.kv_rows();
@@ -106,10 +113,10 @@ void Attention::cache_position(const Lane& lane, const float* key, Column at) {
   for (int head = 0; head < kv_heads_; ++head) {
     const int index = lane.own * kv_heads_ + head;
     shared_.model.rotate(key + head * d, rotated, lane.layer, at.position);
-    char* keys = kv_.keys(lane.t, at.cache, lane.layer, index) + skipped;
+    char* keys = kv_.keys(leader, at.cache, lane.layer, index) + skipped;
     bool fits = narrow(rotated, narrowed, reinterpret_cast<float*>(keys + scales) + place);
     for (int j = 0; j < d; ++j) std::memcpy(keys + (size_t(j) * 16 + place) * bytes, narrowed + j * bytes, bytes);
-    char* values = kv_.values(lane.t, at.cache, lane.layer, index) + skipped;
+    char* values = kv_.values(leader, at.cache, lane.layer, index) + skipped;
     fits &= narrow(value + head * d, values + size_t(place) * dim * bytes,
                    reinterpret_cast<float*>(values + scales) + place);
     if (!fits && spec_.kv_dtype == DType::fp16) {
@@ -122,6 +129,7 @@ void Attention::cache_position(const Lane& lane, const float* key, Column at) {
 // Writes a head's values in the cache's type, with a scale for int8. Returns false where fp16 does not hold one.
 bool Attention::narrow(const float* x, char* out, float* scale) const {
   const int d = spec_.head_dim();
+  if (spec_.kv_dtype == DType::fp16) return shared_.kernels.to_halves(x, d, reinterpret_cast<uint16_t*>(out));
   if (spec_.kv_dtype != DType::int8) return convert(x, DType::fp32, d, out, spec_.kv_dtype);
   float largest = 0.0f;
   for (int j = 0; j < d; ++j)

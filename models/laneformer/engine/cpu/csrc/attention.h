@@ -34,6 +34,7 @@ class Attention {
     Pages partials;  // [chunk of a column and KV head][query][...]; the leader's, which a lane's threads share
   };
   void reserve(int t);
+  bool caches(const Lane& lane, int column) const;
   void norm_heads(const Lane& lane);
   void norm_jointly(const Lane& lane);
   void cache_positions(const Lane& lane);

@@ -38,6 +38,5 @@ void place_group(const BlockGroup& group, DType held, int row, char* tile, int i
 void take_group(const char* tile, DType held, int row, int index, int groups_before, BlockGroup& out);
 
 float half_to_float(uint16_t half);
-uint16_t float_to_half(float x);  // to the nearest even; too large becomes infinity
 
 }  // namespace laneformer

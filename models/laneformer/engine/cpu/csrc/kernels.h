@@ -134,6 +134,8 @@ struct AttendArgs {
   float* widened;         // [2][kChunkPositions / 16] tiles in fp32, with room for scales
 };
 
+uint16_t float_to_half(float x);  // to the nearest even; too large becomes infinity
+
 struct Kernels {
   const char* isa;
   Product products[kMaths][kDTypeCount];  // `multiply` is null where a math does not take such weights
@@ -146,6 +148,7 @@ struct Kernels {
   void (*add_scaled)(float* h, const float* p, float factor, int n);
   void (*add_past)(float* h, const float* p, const float* total, const float* own, int n);  // h + p + (total - own)
   void (*sum_rows)(const float* rows, size_t stride, int count, float* out, int n);  // in row order
+  bool (*to_halves)(const float* x, int n, uint16_t* out);  // to the nearest even; whether fp16 holds all; any n
   double (*log_sum_exp)(const float* x, int n);
   uint64_t (*read)(const void* bytes, size_t size, size_t ahead);  // the bandwidth probe; size a multiple of 1024
 };

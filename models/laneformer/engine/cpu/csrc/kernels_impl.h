@@ -65,6 +65,7 @@ void set_common(Kernels& k) {
   k.add_scaled = add_scaled;
   k.add_past = add_past;
   k.sum_rows = sum_rows;
+  k.to_halves = to_halves;
   k.log_sum_exp = log_sum_exp;
   k.read = read;
 }

@@ -63,6 +63,20 @@ void sum_rows(const float* rows, size_t stride, int count, float* out, int n) {
   }
 }
 
+bool to_halves(const float* x, int n, uint16_t* out) {
+  int i = 0;
+  bool fits = true;
+#if defined(__F16C__)
+  for (; i + 8 <= n; i += 8) {
+    const __m256 v = _mm256_loadu_ps(x + i), magnitudes = _mm256_andnot_ps(_mm256_set1_ps(-0.0f), v);
+    fits &= _mm256_movemask_ps(_mm256_cmp_ps(magnitudes, _mm256_set1_ps(65520.0f), _CMP_LT_OQ)) == 0xff;
+    _mm_storeu_si128((__m128i*)(out + i), _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT));
+  }
+#endif
+  for (; i < n; ++i) fits &= ((out[i] = float_to_half(x[i])) & 0x7c00) != 0x7c00;
+  return fits;
+}
+
 double log_sum_exp(const float* x, int n) {
   float top = x[0];
   for (int i = 1; i < n; ++i) top = x[i] > top ? x[i] : top;

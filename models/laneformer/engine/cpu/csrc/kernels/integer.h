@@ -40,11 +40,7 @@ typedef uint32_t U __attribute__((vector_size(4 * kWidth), may_alias));
 size_t rounded_group_bytes(int k_pairs) { return sizeof(RoundedGroup) * groups_of(k_pairs); }
 
 INLINE int32_t sum_words(const I (&words)[kParts]) {
-  int32_t x[16];
-  __builtin_memcpy(x, words, sizeof x);
-  for (int half = 8; half; half /= 2)
-    for (int i = 0; i < half; ++i) x[i] += x[i + half];
-  return x[0];
+  return fold<16>((const int32_t*)words, [](auto a, auto b) { return a + b; });
 }
 
 template <DType T>

@@ -18,11 +18,10 @@ struct IntegerPanel {
   alignas(64) float minima[kPanelGroups][kTileRows];
 };
 
-// Unpacks the next groups of a tile, at most a panel's. Returns how many.
+// Unpacks the next `groups` groups of a tile.
 template <DType T>
-int unpack_panel(TapePlace<T>& at, bool first, size_t ahead, IntegerPanel& out) {
-  int count = 0;
-  for (; count < kPanelGroups && at.pairs > 0; ++count, at.close()) {
+void unpack_panel(TapePlace<T>& at, int groups, bool first, size_t ahead, IntegerPanel& out) {
+  for (int count = 0; count < groups; ++count, at.close()) {
     const PackedGroup<T> packed = at.open(first && !count, ahead);
 #pragma GCC unroll 2
     for (int g = 0; g < 2; ++g) {
@@ -36,7 +35,6 @@ int unpack_panel(TapePlace<T>& at, bool first, size_t ahead, IntegerPanel& out) 
       if constexpr (kMinima<T> != 0) store(out.minima[count] + 16 * g, packed.minima(g));
     }
   }
-  return count;
 }
 
 struct UnpackedGroup {
@@ -57,39 +55,60 @@ constexpr DType kUnpacked = T == DType::int8    ? T
                             : kSigned<T>        ? DType::q8
                                                 : DType::q4;
 
-// Adds a panel's `groups` groups times COLUMNS columns to `totals` (COLUMNS, rows of a tile), or begins them.
+// Where a tile's products go.
+struct TileOutput {
+  float* y;
+  size_t stride;
+  int rows, columns;        // that are left
+  const float* row_scales;  // of int8
+};
+
+// Adds a panel's `groups` groups times COLUMNS columns to `totals` (COLUMNS, rows of a tile), or begins them; the last
+// panel writes the outputs, a few after each block, so that the stores do not wait for each other.
 template <DType T, int COLUMNS>
 void multiply_panel_columns(const IntegerPanel& panel, int groups, const char* x, size_t stride, bool begins,
-                            float* totals) {
+                            float* totals, const TileOutput* out) {
   V16 total[2][COLUMNS];
   for (int g = 0; g < 2; ++g)
     for (int c = 0; c < COLUMNS; ++c)
       total[g][c] = begins ? splat(0.0f) : load(totals + c * kTileRows + 16 * g);
   for (int k = 0; k < groups; ++k, x += sizeof(RoundedGroup))
     add_group<T, COLUMNS>(UnpackedGroup{panel, k}, kGroupInputs / 2, x, stride, total);
+#pragma GCC unroll 2
   for (int g = 0; g < 2; ++g)
-    for (int c = 0; c < COLUMNS; ++c) store(totals + c * kTileRows + 16 * g, total[g][c]);
+#pragma GCC unroll 8
+    for (int c = 0; c < COLUMNS; ++c) {
+      if (!out) {
+        store(totals + c * kTileRows + 16 * g, total[g][c]);
+      } else if (c < out->columns) {
+        if constexpr (T == DType::int8) total[g][c] = total[g][c] * load(out->row_scales + 16 * g);
+        store_rows(out->y + c * out->stride + 16 * g, total[g][c], out->rows - 16 * g);
+      }
+    }
 }
 
 template <DType T>
-void multiply_unpacked_tile(const char* w, int k_pairs, Inputs in, float* y, int y_stride, int valid, int columns) {
+void multiply_unpacked_tile(const char* w, int k_pairs, Inputs in, TileOutput out) {
   constexpr auto multiply = multiply_panel_columns<kUnpacked<T>, kUnpackedColumns>;
   IntegerPanel panel;
   alignas(64) float totals[kMaxColumns * kTileRows];
   TapePlace<T> at(w, k_pairs, in.groups_before);
-  for (const char* x = in.data; at.pairs > 0; x += kPanelGroups * sizeof(RoundedGroup)) {
-    const bool begins = at.pairs == k_pairs;
-    const int groups = unpack_panel<T>(at, begins, in.ahead, panel);
-    for (int c = 0; c < columns; c += kUnpackedColumns)
-      multiply(panel, groups, x + c * in.stride, in.stride, begins, totals + c * kTileRows);
-  }
-  const float* const row_scales = (const float*)(w + (size_t)k_pairs * 64);  // of int8
-  for (int c = 0; c < columns; ++c, y += y_stride)
-    for (int row = 0; row < kTileRows; row += 16) {
-      V16 v = load(totals + c * kTileRows + row);
-      if constexpr (T == DType::int8) v = v * load(row_scales + row);
-      store_rows(y + row, v, valid - row);
+  const int all = (int)groups_of(k_pairs), panels = (all + kPanelGroups - 1) / kPanelGroups;
+  out.row_scales = (const float*)(w + (size_t)k_pairs * 64);
+  for (int i = 0, done = 0; i < panels; ++i) {
+    const int groups = all * (i + 1) / panels - done;
+    unpack_panel<T>(at, groups, !i, in.ahead, panel);
+    TileOutput rest = out;
+    const int part = groups * kTapeBytes<T> / ((out.columns + kUnpackedColumns - 1) / kUnpackedColumns);
+    const char* next = at.w;  // of which each block fetches its part, so that memory is read while there is no other use of it
+    for (int c = 0; c < out.columns; c += kUnpackedColumns) {
+      for (const char* end = next + part; next < end; next += 64) __builtin_prefetch(next, 0, 2);
+      multiply(panel, groups, in.data + c * in.stride + done * sizeof(RoundedGroup), in.stride, !i, totals + c * kTileRows,
+               i + 1 == panels ? &rest : nullptr);
+      rest.y += kUnpackedColumns * rest.stride, rest.columns -= kUnpackedColumns;
     }
+    done += groups;
+  }
 }
 
 template <DType T>
@@ -100,7 +119,7 @@ void multiply_integers(const void* tiles, int rows, int k_pairs, Inputs in, floa
   const char* w = (const char*)tiles;
   for (int row = 0; row < rows; row += kTileRows, w += tile_bytes(k_pairs, T, in.groups_before)) {
     if (columns >= kLeastUnpackedColumns) {
-      multiply_unpacked_tile<T>(w, k_pairs, in, y + row, y_stride, rows - row, columns);
+      multiply_unpacked_tile<T>(w, k_pairs, in, {y + row, (size_t)y_stride, rows - row, columns, nullptr});
       continue;
     }
     for (int c = 0, block; c < columns; c += block) {

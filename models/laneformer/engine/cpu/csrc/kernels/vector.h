@@ -116,19 +116,19 @@ INLINE V16 signed_bytes(const char* w) {
   return v;
 }
 
-INLINE float sum(V16 v) {  // pairwise, the same tree for every width
-  float x[16];
-  store(x, v);
-  for (int half = 8; half; half /= 2)
-    for (int i = 0; i < half; ++i) x[i] += x[i + half];
-  return x[0];
+// Folds a vector's upper half into its lower one until one number is left: the same tree for every width.
+template <int N, class T, class Op>
+INLINE T fold(const T* x, const Op& op) {
+  typedef T Half __attribute__((vector_size(N / 2 * sizeof(T)), may_alias));
+  const Half half = op(*(const Half*)x, *(const Half*)(x + N / 2));
+  if constexpr (N == 2) return half[0];
+  else return fold<N / 2>((const T*)&half, op);
+}
+INLINE float sum(V16 v) {
+  return fold<16>((const float*)&v, [](auto a, auto b) { return a + b; });
 }
 INLINE float maximum(V16 v) {
-  float x[16];
-  store(x, v);
-  for (int half = 8; half; half /= 2)
-    for (int i = 0; i < half; ++i) x[i] = x[i + half] > x[i] ? x[i + half] : x[i];
-  return x[0];
+  return fold<16>((const float*)&v, [](auto a, auto b) { return b > a ? b : a; });
 }
 
 // e^x to about 1 ulp; zero below -87, and above 88.7, where float ends, e^88.7: an exponent beyond would wrap into the
