@@ -19,7 +19,7 @@ from torchtitan.tools.logging import logger
 
 from records.events import record_event
 from records.files import append_or_keep, read_lines, replace_last_line
-from records.run import name_wandb_run
+from records.run import name_wandb_run, numbers_in
 from records.usage import RECENT, cost, duration, gpu_hours, money, seconds_left, spans_of
 
 from .checkpoint_saves import CheckpointTimes
@@ -276,13 +276,11 @@ def _scalars(row: dict[str, Any]) -> dict[str, float]:
     return _flat({key: row[key] for key in SCALARS if row.get(key) is not None})
 
 
-def _flat(figures: dict[Any, Any]) -> dict[str, float]:
-    """Flatten {"a": {"b": 1}, "c": [2, 3]} into {"a/b": 1, "c/0": 2, "c/1": 3}."""
+def _flat(figures: dict[str, Any]) -> dict[str, float]:
+    """Flatten {"a": {"b": 1}, "c": [2, 3]} into {"a/b": 1, "c/0": 2, "c/1": 3}, without NaN."""
     flat: dict[str, float] = {}
-    for key, value in figures.items():
-        parts = dict(enumerate(value)) if isinstance(value, list) else value
-        inner = _flat(parts) if isinstance(parts, dict) else {"": parts}
-        flat |= {f"{key}/{name}" if name else str(key): leaf for name, leaf in inner.items()}
+    for name, value in figures.items():
+        flat |= numbers_in(name, dict(enumerate(value)) if isinstance(value, list) else value)
     return flat
 
 

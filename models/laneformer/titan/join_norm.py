@@ -130,17 +130,11 @@ def join_norm_backward(
     return d_h, d_partial, d_delayed, d_weight
 
 
-@join_norm_backward.register_fake
-def _(
-    d_streams: Tensor,
-    d_normed: Tensor | None,
-    d_handed_on: Tensor | None,
-    streams: Tensor | None,
-    weight: Tensor | None,
-    rstd: Tensor | None,
-    delayed: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return _outputs(d_streams, d_handed_on is not None, weight, delayed)
+join_norm_backward.register_fake(
+    lambda d_streams, d_normed, d_handed_on, streams, weight, rstd, delayed: _outputs(
+        d_streams, d_handed_on is not None, weight, delayed
+    )
+)
 
 
 def _outputs(
