@@ -11,9 +11,7 @@ the number of workers, and however often it was killed and started again.
 
 from __future__ import annotations
 
-import sys
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -25,7 +23,10 @@ from data_mixtures import shards
 from data_mixtures.stages import pipeline, stats
 from data_mixtures.stages.run import Options
 from data_mixtures.stages.stage import AGAIN
+from records.command import run_command
 from records.workers import usable_cpus
+
+STOPPED = f"stopped; {AGAIN}"
 
 
 def prepare(
@@ -89,19 +90,6 @@ class Arguments:
         return {name: getattr(self, name) for name in ("mirror", "budget_bytes", "replace")}
 
 
-def run_command(run: Callable[[], None]) -> int:
-    """Run a command and return its exit status; print errors that a user can fix as one line."""
-    try:
-        run()
-    except (ValueError, OSError) as error:  # their messages say what is wrong
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt as stop:
-        print(f"stopped; {str(stop) or AGAIN}", file=sys.stderr)
-        return 130
-    return 0
-
-
 def run(arguments: tyro.conf.OmitArgPrefixes[Arguments]) -> None:
     """All stages, from text to shards, manifests and lock files."""
     console = Console(highlight=False)
@@ -109,11 +97,9 @@ def run(arguments: tyro.conf.OmitArgPrefixes[Arguments]) -> None:
     prepare(recipe, out, arguments.options(), console, **arguments.settings())
 
 
-def main() -> int:
-    return run_command(
-        lambda: tyro.cli(run, prog="python -m data_mixtures.prepare", description=__doc__)
-    )
+def main() -> None:
+    tyro.cli(run, prog="python -m data_mixtures.prepare", description=__doc__)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command("data_mixtures.prepare", main, interrupted=STOPPED)

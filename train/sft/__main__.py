@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import re
 import shutil
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,7 @@ from data_mixtures import mixture, order, shards
 from data_mixtures.recipe import check_known
 from data_mixtures.tokenizer import facts
 from laneformer.hf.tokenizer import CHAT_TEMPLATE, TOOLS_TEMPLATE, open_tokenizer
+from records.command import run_command
 from records.files import hold_lock
 from records.workers import usable_cpus
 
@@ -75,13 +75,7 @@ class Arguments:
 
 
 def main() -> None:
-    """Prepare the data; a user error prints one line and exits with status 1."""
-    arguments = tyro.cli(Arguments, prog="python -m train.sft", description=__doc__)
-    try:
-        run(arguments)
-    except (ValueError, OSError) as problem:
-        print(f"error: {problem}", file=sys.stderr)
-        raise SystemExit(1) from None
+    run(tyro.cli(Arguments, prog="python -m train.sft", description=__doc__))
 
 
 def run(arguments: Arguments) -> Path:
@@ -209,4 +203,4 @@ def _summarize(manifest: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    run_command("train.sft", main)

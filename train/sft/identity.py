@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import random
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from typing import Any
 import tyro
 
 from data_mixtures.recipe import check_known
+from records.command import run_command
 from records.files import write_atomically
 from records.job import read_sections
 
@@ -113,11 +113,10 @@ def main() -> None:
         write_atomically(
             arguments.out, "".join(json.dumps({"messages": turns}) + "\n" for turns in chats)
         )
-    except (ValueError, OSError) as problem:
-        print(f"error: {arguments.facts}: {problem}", file=sys.stderr)
-        raise SystemExit(1) from None
+    except ValueError as problem:
+        raise ValueError(f"{arguments.facts}: {problem}") from None
     print(f"{arguments.out}: {len(chats)} conversations")
 
 
 if __name__ == "__main__":
-    main()
+    run_command("train.sft.identity", main)
