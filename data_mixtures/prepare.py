@@ -23,7 +23,7 @@ from data_mixtures import shards
 from data_mixtures.stages import pipeline, stats
 from data_mixtures.stages.run import Options
 from data_mixtures.stages.stage import AGAIN
-from records.command import run_command
+from records.command import Count, check_ranges, run_command
 from records.workers import usable_cpus
 
 STOPPED = f"stopped; {AGAIN}"
@@ -68,7 +68,7 @@ class Arguments:
     """A recipe TOML, e.g. data_mixtures/demo.toml"""
     out: Path
     """The data folder that is written, or its URL, such as s3://bucket/data"""
-    workers: int | None = None
+    workers: Count | None = None
     """Units at a time; default: one for each CPU, of this machine or of Ray's cluster"""
     mirror: str | None = None
     """Read <repo>/<config>/*.parquet from this folder or fsspec URL, not the hub"""
@@ -80,10 +80,9 @@ class Arguments:
     """Where units run: processes here, or the Ray cluster of RAY_ADDRESS, else one of this machine alone"""
 
     def options(self) -> Options:
+        check_ranges(Arguments, vars(self))
         if self.workers is None:
             return Options(0 if self.executor == "ray" else usable_cpus(), self.executor)
-        if self.workers < 1:
-            raise ValueError(f"--workers = {self.workers} must be 1 or more")
         return Options(self.workers, self.executor)
 
     def settings(self) -> dict[str, Any]:
