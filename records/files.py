@@ -172,6 +172,10 @@ def write_atomically(path: Path, content: str | bytes) -> None:
         raise
 
 
+def write_json(path: Path, value: Any) -> None:
+    write_atomically(path, json.dumps(value, indent=1, ensure_ascii=False) + "\n")
+
+
 class Held(ValueError, BlockingIOError):
     """Another process holds a lock."""
 

@@ -43,7 +43,7 @@ from records.files import (
     hold_lock,
     read_json,
     read_lines,
-    write_atomically,
+    write_json,
 )
 from records.job import read_job, read_sections
 from tools.markdown import table
@@ -159,7 +159,7 @@ def check_settings(path: Path, settings: dict[str, Any]) -> None:
         if before.get(name, value) != value:
             raise ValueError(f"{path} has another {name}; choose another --out")
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, json.dumps(before | settings, indent=1) + "\n")
+    write_json(path, before | settings)
 
 
 def train(runs: Sequence[Run], results: Path, workers: int, keep_checkpoints: bool) -> None:

@@ -178,7 +178,8 @@ class RunMetrics(MetricsProcessor):
         # what ends TorchTitan's line on the console, its `reset`, also has ours; Color is frozen, so by a subclass
         reset = f"{plain.reset}  {format_progress(row, vars(self.job_config.metrics))}".rstrip()
         self.color = type("", (type(plain),), {"reset": reset})()
-        extra = {"n_tokens_seen": row["tokens"], "lr": row["lr"], **_scalars(row)}
+        scalars = _flat({key: row.get(key) for key in SCALARS})
+        extra = {"n_tokens_seen": row["tokens"], "lr": row["lr"], **scalars}
         self.survive(
             lambda: self.log(row["step"], row["loss"], row["max_loss"], row["grad_norm"], extra)
         )
@@ -270,10 +271,6 @@ def format_progress(row: dict[str, Any], section: dict[str, Any]) -> str:
     text = f"left: {duration(row['finish_time'] - row['time'])}, until {time.strftime('%Y-%m-%d %H:%M', end)} UTC"
     text += f"  GPU-hours: {used:,.1f} of {used + remaining:,.1f}"
     return f"{text}  cost: {paid} of {total}" if paid else text
-
-
-def _scalars(row: dict[str, Any]) -> dict[str, float]:
-    return _flat({key: row[key] for key in SCALARS if row.get(key) is not None})
 
 
 def _flat(figures: dict[str, Any]) -> dict[str, float]:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from laneformer import Laneformer, LaneformerConfig
 from laneformer.initialization import fill_from_generator
 from laneformer.lanes import LaneLinear
-from records.files import file_sha256, write_atomically
+from records.files import file_sha256, write_json
 
 from .job_config import Late
 
@@ -140,8 +140,7 @@ def write(folder: Path, adapter: Mapping[str, Tensor], about: Mapping[str, Any])
     )
     # safetensors creates files with mode 600
     path.chmod(0o644)
-    described = {**about, "adapter_sha256": file_sha256(path)}
-    write_atomically(folder / ABOUT, json.dumps(described, indent=2) + "\n")
+    write_json(folder / ABOUT, {**about, "adapter_sha256": file_sha256(path)})
 
 
 def read(folder: Path, model_sha256: str) -> tuple[dict[str, Tensor], dict[str, Any]]:

@@ -13,7 +13,7 @@ import triton
 from torch import Tensor
 
 from . import join_norm_kernels as kernels
-from .private_torch import GraphPass, pass_after_autograd
+from .private_torch import GraphPass
 
 PROGRAMS_PER_SM = 4  # of the backward kernel: each sums the gradient of the scale over its tokens
 Parts = tuple[Tensor, Tensor, Tensor]
@@ -209,10 +209,6 @@ class JoinNorm(torch.autograd.Function):
             (d_weight, ctx.normed),
         )
         return (*(gradient if has else None for gradient, has in gradients_if_used), None, None)
-
-
-def fuse_join_norm() -> None:
-    pass_after_autograd(FuseJoinNorm())
 
 
 class FuseJoinNorm(GraphPass):
