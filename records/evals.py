@@ -232,9 +232,9 @@ def with_current_names(record: JsonObject) -> JsonObject:
 
 def settings_words(record: JsonObject) -> list[str]:
     """Describe the SETTINGS of a record: text as it is, another value as NAME-VALUE, null not at all."""
-    asked = with_current_names(record)
-    named = [(name, asked.get(name)) for name in SETTINGS.get(str(asked.get("kind")), ())]
-    return [v if isinstance(v, str) else f"{name}-{v}" for name, v in named if v is not None]
+    current = with_current_names(record)
+    pairs = [(name, current.get(name)) for name in SETTINGS.get(str(current.get("kind")), ())]
+    return [v if isinstance(v, str) else f"{name}-{v}" for name, v in pairs if v is not None]
 
 
 def flags_in(words: Sequence[str]) -> list[str]:

@@ -343,7 +343,7 @@ def do(work: Stage, unit: Unit) -> None:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def attempt(work: Stage, unit: Unit, place: store.Place | None = None) -> Json | None:
+def attempt_unit(work: Stage, unit: Unit, place: store.Place | None = None) -> Json | None:
     """Do one unit and return what went wrong, or None.
 
     Args:
