@@ -158,7 +158,6 @@ def check_settings(path: Path, settings: dict[str, Any]) -> None:
     for name, value in settings.items():
         if before.get(name, value) != value:
             raise ValueError(f"{path} has another {name}; choose another --out")
-    path.parent.mkdir(parents=True, exist_ok=True)
     write_json(path, before | settings)
 
 

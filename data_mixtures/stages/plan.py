@@ -55,7 +55,6 @@ def make(recipe: Recipe, out: Path, names: Iterable[str], mirror: str | None = N
     order = [source.name for source in recipe.sources if source.name in sources]
     plan = {"format": PLAN_FORMAT, "sources": {name: sources[name] for name in order}}
     if not (out / PLAN).is_file() or plan != read_plan(out):
-        out.mkdir(parents=True, exist_ok=True)
         write_json(out / PLAN, plan)
     return plan
 

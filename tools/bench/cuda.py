@@ -299,7 +299,6 @@ def main(arguments: list[str]) -> None:
 
     def save() -> None:
         if options.out is not None:
-            options.out.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(options.out, markdown(report))
 
     for part in parts_of(options.flavor):

@@ -83,7 +83,6 @@ def run_check(
         console.print(Markdown(text))
         print(json.dumps(report))
         if options.out is not None:
-            options.out.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(options.out, text)
         raise SystemExit(not report["ok"])
 

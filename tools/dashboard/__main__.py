@@ -90,7 +90,6 @@ def read_runs(folders: Sequence[Path]) -> list[Run]:
 def write_page(folders: Sequence[Path], out: Path, now: float) -> list[Run]:
     """Write the page of run folders to `out`; return what was read."""
     runs = read_runs(folders)
-    out.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(out, page(runs, now))
     return runs
 

@@ -91,7 +91,6 @@ def refuse_other_origin(path: Path, origin: dict[str, Any]) -> None:
         raise ValueError(
             f"{path.parent} was begun with another model or config; choose another --out"
         )
-    path.parent.mkdir(parents=True, exist_ok=True)
     write_json(path, origin)
 
 

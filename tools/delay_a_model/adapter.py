@@ -18,21 +18,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from laneformer import Laneformer, LaneformerConfig
+from laneformer.config import MATRICES
 from laneformer.initialization import fill_from_generator
 from laneformer.lanes import LaneLinear
 from records.files import file_sha256, write_json
 
 from .job_config import Late
 
-MATRICES = (
-    "attention.wq",
-    "attention.wk",
-    "attention.wv",
-    "attention.wo",
-    "feed_forward.w1",
-    "feed_forward.w2",
-    "feed_forward.w3",
-)
 SCALES = ("attention_norm.weight", "ffn_norm.weight")
 # of its parameters' names in a checkpoint; a model's own begin otherwise
 PREFIX = "adapters."

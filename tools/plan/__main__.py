@@ -151,20 +151,17 @@ def plan_phase(
 
 
 def read_sizes(titan_job: Any, gpus: int) -> sums.Job:
-    from torchtitan.protocols.train_spec import get_train_spec
-
     from laneformer.titan.float8 import float8_of
     from tools.plan import sums
+    from train.job_config import read_model_args
 
-    args: Any = get_train_spec(titan_job.model.name).model_args[titan_job.model.flavor]
-    args.update_from_config(titan_job)
     training, mesh, checkpoint = titan_job.training, titan_job.parallelism, titan_job.checkpoint
     shard, replicate = mesh.data_parallel_shard_degree, mesh.data_parallel_replicate_degree
     lane_ranks = mesh.tensor_parallel_degree
     bytes_of = {"bfloat16": sums.BF16, "float32": sums.FP32}
     float8 = float8_of(titan_job)
     return sums.Job(
-        config=args.config,
+        config=read_model_args(titan_job).config,
         seq_len=training.seq_len,
         steps=training.steps,
         global_batch=training.global_batch_size,

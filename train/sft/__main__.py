@@ -77,7 +77,6 @@ def run(arguments: Arguments) -> Path:
     sources = _group_origins(arguments.conversations)
     rules = _check_rules(arguments)
     out = arguments.out
-    out.mkdir(parents=True, exist_ok=True)
     with hold_lock(
         out / ".sft.lock", f"another process writes {out}; wait for it, or give another --out"
     ):
