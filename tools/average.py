@@ -38,7 +38,7 @@ from records.checkpoints import (
     step_folders,
     write_checksums,
 )
-from records.command import Positive, check_ranges, run_command
+from records.command import Positive, check_ranges, run_function
 from records.files import read_json, read_lines, write_json
 from records.job import read_sections
 
@@ -213,9 +213,5 @@ def describe(folder: Path, newest: Path, step: int, averaged: dict[str, float]) 
         (folder / "metrics.jsonl").write_text(json.dumps({**row, "averaged": len(averaged)}) + "\n")
 
 
-def main() -> None:
-    print(json.dumps(tyro.cli(average, prog="python -m tools.average")))
-
-
 if __name__ == "__main__":
-    run_command("tools.average", main)
+    run_function("tools.average", average)

@@ -17,7 +17,7 @@ from typing import Annotated
 
 import tyro
 
-from records.command import run_command
+from records.command import run_function
 from records.files import write_atomically
 from records.run import Run, read_run
 from tools.dashboard import evaluations, training
@@ -115,4 +115,4 @@ def main(
 
 
 if __name__ == "__main__":
-    run_command("dashboard", lambda: tyro.cli(main, prog="python -m tools.dashboard"))
+    run_function("tools.dashboard", main)
