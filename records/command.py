@@ -55,12 +55,12 @@ def refuse_unknown_options(words: Sequence[str]) -> None:
             )
 
 
-def run_function(name: str, function: Callable[..., object], config: Sequence[Any] = ()) -> None:
+def run_function(name: str, function: Callable[..., object]) -> None:
     """Run the function with the command line of `python -m NAME`; print what it returns, as JSON."""
     import tyro
 
     def run() -> None:
-        result = tyro.cli(function, prog=f"python -m {name}", config=config)
+        result = tyro.cli(function, prog=f"python -m {name}")
         if result is not None:
             print(json.dumps(result))
 

@@ -17,7 +17,7 @@ from typing import Annotated, Any
 
 import tyro
 
-from records.command import Count, Natural, check_ranges, run_function
+from records.command import Count, Natural, check_ranges, run_command
 from records.files import JsonObject, append_line, code_version
 from records.items import write_items
 from records.job import option_value, read_sections
@@ -180,7 +180,12 @@ class EvalCommand:
     def run(self) -> None:
         """Run the command line: print the record as one JSON line, an error as one sentence."""
         code_at_start()
-        run_function(f"evals.{self.kind}", self.main, PLAIN)
+        run_command(self.kind, self._print_record)
+
+    def _print_record(self) -> None:
+        record = tyro.cli(self.main, prog=f"python -m evals.{self.kind}", config=PLAIN)
+        if record is not None:
+            print(json.dumps(record))
 
     def arguments(
         self, folder: Path, options: Sequence[str], about: About, device: str

@@ -46,9 +46,9 @@ from records.files import (
     write_json,
 )
 from records.job import read_job, read_sections
+from tools import ROOT
 from tools.markdown import table
 
-ROOT = Path(__file__).resolve().parents[1]
 POLL_S = 0.2
 # of the end of the log of a run that has failed
 ERROR_CHARS = 2000

@@ -119,7 +119,7 @@ def test_a_command_prints_its_record_and_errors_in_one_line(monkeypatch, capsys)
         ("-2", ".* No such file .*: 'x.bin'"),
     ):
         monkeypatch.setattr(sys, "argv", ["x", "--number", number])
-        with pytest.raises(SystemExit, match=f"^evals.measure: {output}$"):
+        with pytest.raises(SystemExit, match=f"^measure: {output}$"):
             command.run()
     monkeypatch.setattr(sys, "argv", ["x", "--help"])
     with pytest.raises(SystemExit):

@@ -27,8 +27,8 @@ from typing import Any, TypeVar
 import numpy as np
 
 from records.files import code_version, write_atomically
+from tools import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 900.0
 INSTRUCTIONS = {"avx2", "avx512f", "avx512_bf16", "amx_bf16"}
 Result = dict[str, Any]

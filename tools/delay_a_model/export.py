@@ -14,7 +14,6 @@ from laneformer.hf.export import (
     round_weight,
     stage_folder,
     verify,
-    write_code,
     write_configs,
     write_weights,
 )
@@ -64,7 +63,6 @@ def write_folder(
         # tokenizer, prefix, chat template and the ids that end answers are the dense model's own
         write_text_files(checkpoint, folder)
         write_configs(folder, config, "bfloat16", token_ids(checkpoint))
-        write_code(folder)
         (folder / "README.md").write_text(card)
         difference = verify(folder, config, stored)
     return {"out": str(out), "dtype": "bfloat16", "hf_max_logit_diff": difference}

@@ -36,9 +36,9 @@ from data_mixtures.mixture import read_lock
 from data_mixtures.shards import tokenizer_files
 from records.files import file_sha256, write_json
 from records.job import job_flags, read_job
+from tools import ROOT
 from tools.launch.script import SECRET
 
-ROOT = Path(__file__).resolve().parents[2]
 # environment variables that decide how a job runs
 KEPT_VARIABLES = re.compile(
     r"^(CUDA|NCCL|TORCH|PYTORCH|OMP|MKL|GLOO|UCX|FI_|OFI|SLURM|TRITON|WANDB|HF_|LD_LIBRARY_PATH$|PATH$|LOADEDMODULES$)"

@@ -35,6 +35,7 @@ from records.command import Count, Percent, Positive, check_ranges, run_command
 from records.files import read_lines
 from records.job import job_flags
 from records.usage import cost
+from tools import ROOT
 from tools.markdown import records
 from tools.plan import preparation
 from tools.synthetic import write_synthetic_lock
@@ -43,7 +44,6 @@ from tools.synthetic import write_synthetic_lock
 if TYPE_CHECKING:
     from tools.plan import sums
 
-ROOT = Path(__file__).resolve().parents[2]
 Result = dict[str, Any]
 
 

@@ -126,7 +126,6 @@ def export(
         write_weights(folder, weights, max_shard_bytes)
         special, token_ids = copy_tokenizer(tokenizer_path, folder, architecture, run_folder)
         write_configs(folder, architecture, dtype, token_ids)
-        write_code(folder)
         write_card(folder, architecture, dtype, progress, special)
         console.print("loading it back and comparing its logits with the training model's")
         difference = verify(folder, architecture, weights)
@@ -282,12 +281,14 @@ def write_weights(
 def write_configs(
     folder: Path, config: LaneformerConfig, dtype: DType, token_ids: dict[str, Any]
 ) -> None:
+    """Write config.json, the code that it names, and generation_config.json."""
     head = {"architectures": ["LaneformerForCausalLM"], "auto_map": AUTO_MAP}
     head |= {"model_type": "laneformer", "dtype": dtype}
     (folder / "config.json").write_text(
         json.dumps({**head, **token_ids, **config.to_dict()}, indent=2) + "\n"
     )
     (folder / "generation_config.json").write_text(json.dumps(token_ids, indent=2) + "\n")
+    write_code(folder)
 
 
 def write_code(folder: Path) -> None:
