@@ -20,13 +20,10 @@ from data_mixtures import prepare, show, store
 from data_mixtures.prepare import Arguments
 from data_mixtures.stages import pipeline
 from data_mixtures.stages import stats as statistics
+from records.command import run_command
 
 DataArguments = tyro.conf.OmitArgPrefixes[Arguments]
 Sources = Annotated[str, tyro.conf.arg(help="names of sources, separated by commas; default: all")]
-
-
-def main() -> int:
-    return prepare.run_command(lambda: run(sys.argv[1:]))
 
 
 def run(arguments: Sequence[str]) -> None:
@@ -107,4 +104,4 @@ def free(
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command("data_mixtures", lambda: run(sys.argv[1:]), interrupted=prepare.STOPPED)

@@ -20,6 +20,7 @@ from data_mixtures import order, shards
 from data_mixtures.recipe import PACKINGS, check_known
 from data_mixtures.shards import Json
 from data_mixtures.window_files import TokenFile, WindowFiles
+from records.files import write_json
 
 # documents in a row, cut every seq_len tokens; the id `bos_id` marks where one begins
 PACKING = PACKINGS[0]
@@ -52,7 +53,7 @@ def pin(
     }
     lock["sources"] = [source_entry(data_dir, *each, epoch_cap, lock) for each in weights.items()]
     path = data_dir / f"{phase}.lock.json"
-    shards.write_json(path, {**lock, "fingerprint": fingerprint(lock)})
+    write_json(path, {**lock, "fingerprint": fingerprint(lock)})
     return path
 
 
@@ -132,8 +133,7 @@ class Mixture:
         # all windows of all sources in a row: where each source and each file begins
         self._files = WindowFiles(files, self.seq_len)
         self.packed: bool = lock["packing"] != PACKING
-        flags = [_flags_of(file) for file in files] if self.packed else []
-        self._flags = WindowFiles(flags, self.seq_len) if self.packed else None
+        self._flags = WindowFiles(_list_flags(files), self.seq_len) if self.packed else None
         self._source_begins = np.cumsum(self._windows) - self._windows
         lengths = np.array([shard["windows"] for _, shard in files], dtype=np.int64)
         self._file_begins = np.cumsum(lengths) - lengths
@@ -321,9 +321,9 @@ def _open_source(lock_path: Path, entry: Json) -> list[TokenFile]:
     return [(os.path.join(folder, shard["name"]), shard) for shard in manifest["shards"]]
 
 
-def _flags_of(file: TokenFile) -> TokenFile:
-    path, entry = file
-    return os.path.join(os.path.dirname(path), entry["flags"]["name"]), entry["flags"]
+def _list_flags(files: Sequence[TokenFile]) -> list[TokenFile]:
+    flags = [(os.path.dirname(path), entry["flags"]) for path, entry in files]
+    return [(os.path.join(folder, entry["name"]), entry) for folder, entry in flags]
 
 
 def valid_windows(

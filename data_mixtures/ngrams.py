@@ -53,8 +53,7 @@ class Index:
         grams = grams[order]
         passages = passages[order]
         # a gram that a passage repeats counts once
-        changes = (np.diff(grams) != 0) | (np.diff(passages) != 0)
-        new = np.append(True, changes)[: len(grams)]
+        new = begins_run(grams, passages)
         unique, first = np.unique(grams[new], return_index=True)
         owners = passages[new]
         first = np.append(first, len(owners)).astype(np.int64)
@@ -144,6 +143,13 @@ class _Lookup:
         nearest = np.minimum(place, len(self.hashes) - 1)
         inside = np.flatnonzero(self.hashes[nearest] == hashes)
         return at[inside], place[inside]
+
+
+def begins_run(*columns: np.ndarray) -> np.ndarray:
+    """Return which rows differ from the one before in a column: bool (rows,)."""
+    begins = np.ones(len(columns[0]), bool)
+    begins[1:] = np.any([column[1:] != column[:-1] for column in columns], axis=0)
+    return begins
 
 
 def passage_grams(texts: list[str]) -> Triple:

@@ -11,9 +11,7 @@ the number of workers, and however often it was killed and started again.
 
 from __future__ import annotations
 
-import sys
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -25,7 +23,10 @@ from data_mixtures import shards
 from data_mixtures.stages import pipeline, stats
 from data_mixtures.stages.run import Options
 from data_mixtures.stages.stage import AGAIN
+from records.command import Count, check_ranges, run_command
 from records.workers import usable_cpus
+
+STOPPED = f"stopped; {AGAIN}"
 
 
 def prepare(
@@ -67,7 +68,7 @@ class Arguments:
     """A recipe TOML, e.g. data_mixtures/demo.toml"""
     out: Path
     """The data folder that is written, or its URL, such as s3://bucket/data"""
-    workers: int | None = None
+    workers: Count | None = None
     """Units at a time; default: one for each CPU, of this machine or of Ray's cluster"""
     mirror: str | None = None
     """Read <repo>/<config>/*.parquet from this folder or fsspec URL, not the hub"""
@@ -79,27 +80,13 @@ class Arguments:
     """Where units run: processes here, or the Ray cluster of RAY_ADDRESS, else one of this machine alone"""
 
     def options(self) -> Options:
+        check_ranges(Arguments, vars(self))
         if self.workers is None:
             return Options(0 if self.executor == "ray" else usable_cpus(), self.executor)
-        if self.workers < 1:
-            raise ValueError(f"--workers = {self.workers} must be 1 or more")
         return Options(self.workers, self.executor)
 
     def settings(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in ("mirror", "budget_bytes", "replace")}
-
-
-def run_command(run: Callable[[], None]) -> int:
-    """Run a command and return its exit status; print errors that a user can fix as one line."""
-    try:
-        run()
-    except (ValueError, OSError) as error:  # their messages say what is wrong
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt as stop:
-        print(f"stopped; {str(stop) or AGAIN}", file=sys.stderr)
-        return 130
-    return 0
 
 
 def run(arguments: tyro.conf.OmitArgPrefixes[Arguments]) -> None:
@@ -109,11 +96,9 @@ def run(arguments: tyro.conf.OmitArgPrefixes[Arguments]) -> None:
     prepare(recipe, out, arguments.options(), console, **arguments.settings())
 
 
-def main() -> int:
-    return run_command(
-        lambda: tyro.cli(run, prog="python -m data_mixtures.prepare", description=__doc__)
-    )
+def main() -> None:
+    tyro.cli(run, prog="python -m data_mixtures.prepare", description=__doc__)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command("data_mixtures.prepare", main, interrupted=STOPPED)

@@ -24,7 +24,7 @@ import numpy as np
 import pyarrow
 import xxhash
 
-from records.files import write_atomically
+from records.files import write_json
 
 # an object of a JSON file: a manifest, lock, plan or receipt, or a part of one
 Json = dict[str, Any]
@@ -250,10 +250,6 @@ def check_sizes(folder: Path, manifest: Json) -> None:
             raise ValueError(
                 f"{path} has {size} bytes, its manifest says {expected}: truncated. {PREPARE}"
             )
-
-
-def write_json(path: Path, value: Any) -> None:
-    write_atomically(path, json.dumps(value, indent=1, ensure_ascii=False) + "\n")
 
 
 def save_array(path: Path, array: np.ndarray) -> None:

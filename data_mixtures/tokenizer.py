@@ -23,7 +23,7 @@ import tokenizers
 from data_mixtures import fast_encoder, shards
 from data_mixtures.recipe import TokenizerFile, TokenizerTraining
 from laneformer.hf.tokenizer import open_tokenizer
-from records.files import file_sha256, write_atomically
+from records.files import file_sha256, write_atomically, write_json
 
 # begin and end of a document in well-known vocabularies
 KNOWN_NAMES = (
@@ -113,7 +113,7 @@ def copy_from_recipe(settings: TokenizerFile, folder: Path) -> Path:
         beside = path.with_name(shards.TOKENIZER_CONFIG)
         config = shards.read_json(beside, "mend it") if beside.is_file() else {}
         config |= {"bos_token": names[0], "eos_token": names[1]}
-        shards.write_json(folder / shards.TOKENIZER_CONFIG, config)
+        write_json(folder / shards.TOKENIZER_CONFIG, config)
     write_atomically(target, path.read_bytes())
     return target
 

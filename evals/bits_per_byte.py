@@ -32,13 +32,13 @@ from evals.scorer import (
     score_each,
 )
 from evals.tables import console, show_table
+from records.command import check_ranges
 from records.evals import (
     NOWHERE,
     AboutFlags,
     EvalCommand,
     Limit,
     ModelFolder,
-    check_range,
     code_at_start,
 )
 from records.files import JsonObject, file_sha256
@@ -195,7 +195,7 @@ def main(
         data: directory written by `python -m data_mixtures.prepare`
         limit: maximum number of held-out windows to score per source
     """
-    check_range(1, limit=limit)
+    check_ranges(main, locals())
     rows, categories = load_windows(data, limit)
     token_bytes = load_token_bytes(hf_dir, data)
     scorer = open_scorer(hf_dir, answerer)

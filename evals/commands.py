@@ -4,12 +4,11 @@ what each of them accepts.
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import shlex
-from collections.abc import Sequence
 from pathlib import Path
 
+from data_mixtures.recipe import nearest
 from evals.scorer import resolve_device
 from records.evals import FIELDS, EvalCommand
 from records.job import JobSections, option_value
@@ -52,20 +51,10 @@ def read_command(command: str) -> tuple[str, EvalCommand, list[str]]:
     """Return (module, its type, options) of a command line."""
     name, *options = shlex.split(command) or [""]
     if name not in FIELDS:
-        raise ValueError(
-            f"evals.commands: {command!r} begins with no evaluation, {choice(name, sorted(FIELDS))}"
-        )
+        near = nearest(name, sorted(FIELDS), "choose from")
+        raise ValueError(f"evals.commands: {command!r} begins with no evaluation, {near}")
     module = f"evals.{name}"
     # a package declares its command in __main__
     is_package = Path(__file__).with_name(name).is_dir()
     declares = importlib.import_module(f"{module}.__main__" if is_package else module)
     return module, declares.COMMAND, options
-
-
-def choice(name: str, names: Sequence[str], most: int = 99) -> str:
-    """Write the end of an error message: the names to choose from, the nearest among them."""
-    near = difflib.get_close_matches(name, names, n=1)
-    all_of_them = (
-        f"choose from {', '.join(names)}" if len(names) <= most else f"but {len(names):,} others"
-    )
-    return f"{all_of_them}{f'; nearest: {near[0]}' if near else ''}"

@@ -11,7 +11,6 @@ The error of a difference is smaller than that of two scores, since what is hard
 from __future__ import annotations
 
 import itertools
-import json
 import math
 import operator
 from pathlib import Path
@@ -21,7 +20,7 @@ import tyro
 
 from evals.core.evaluate import compare_core
 from evals.tables import show_table
-from records.command import run_command
+from records.command import run_function
 from records.evals import SETTINGS
 from records.files import JsonObject, read_lines
 from records.items import Pair, bits_change, compare_pairs, error_of_mean, read_items
@@ -128,7 +127,7 @@ def main(
     a: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="EARLIER")],
     b: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="LATER")],
     kind: str = "core",
-) -> None:
+) -> JsonObject:
     """Compare two evaluations of the same items, with paired errors. The last line on stdout
     is the result, JSON.
 
@@ -139,8 +138,8 @@ def main(
     """
     comparison = compare(locate_items(a, kind), locate_items(b, kind))
     show(comparison)
-    print(json.dumps(comparison))
+    return comparison
 
 
 if __name__ == "__main__":
-    run_command("compare", lambda: tyro.cli(main, prog="python -m evals.compare"))
+    run_function("evals.compare", main)

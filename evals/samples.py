@@ -12,6 +12,8 @@ import json
 from pathlib import Path
 from typing import Annotated
 
+from pydantic import Field
+
 from data_mixtures.readers.local import json_objects
 from evals.scorer import (
     LOCAL,
@@ -22,7 +24,8 @@ from evals.scorer import (
     open_scorer,
 )
 from evals.tables import console
-from records.evals import NOWHERE, AboutFlags, EvalCommand, ModelFolder, check_range, optional
+from records.command import Count, check_ranges
+from records.evals import NOWHERE, AboutFlags, EvalCommand, ModelFolder, optional
 from records.files import JsonObject
 
 BUILT_IN = Path(__file__).with_suffix(".jsonl")
@@ -31,9 +34,9 @@ BUILT_IN = Path(__file__).with_suffix(".jsonl")
 def main(
     hf_dir: ModelFolder,
     prompts: Annotated[Path | None, optional("FILE", "four built-in prompts")] = None,
-    max_new_tokens: int = 64,
-    temperature: float = 0.8,
-    seed: int = 0,
+    max_new_tokens: Count = 64,
+    temperature: Annotated[float, Field(ge=0.01, le=100)] = 0.8,
+    seed: Annotated[int, Field(ge=0, lt=2**32)] = 0,
     answerer: AnswererFlags = LOCAL,
     about: AboutFlags = NOWHERE,
 ) -> JsonObject:
@@ -45,9 +48,7 @@ def main(
         temperature: sampling temperature of the second text of each prompt; the first is greedy
         seed: sampling seed
     """
-    check_range(1, max_new_tokens=max_new_tokens)
-    check_range(0.01, 100, temperature=temperature)
-    check_range(0, 2**32 - 1, seed=seed)
+    check_ranges(main, locals())
     chosen = read_prompts(prompts or BUILT_IN)
     # a base model has no chat template, and cannot answer the built-in chat prompt
     if not prompts and not load_tokenizer(hf_dir).chat_template:

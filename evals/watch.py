@@ -14,7 +14,6 @@ RUN/logs/evals, the next start retries it) or `[evals]` cannot run; 85 when aske
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import math
@@ -30,12 +29,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
+import tyro
 from rich.console import Console
 
 from evals.commands import check, read_command
 from evals.trackers import Trackers
 from records.checkpoints import check_complete, step_folders
-from records.evals import About, check_range, is_selected
+from records.command import Positive, check_ranges
+from records.evals import About, is_selected
 from records.events import DONE, STOPPED, read_outcome, record_event
 from records.files import append_line, hold_lock, read_lines
 from records.items import FOLDER as ITEMS
@@ -46,6 +47,20 @@ SCRATCH = ".evals-watch"
 # of a command's failures; after one more it is left to the next start
 RETRY_AFTER_S = (60.0, 600.0, 3600.0)
 console = Console(stderr=True, highlight=False, soft_wrap=True)
+
+
+@dataclass
+class Options:
+    run: Path | None = None
+    """run folder whose config.toml is read instead of --job.config_file"""
+    once: tyro.conf.FlagCreatePairsOff[bool] = False
+    """evaluate the existing checkpoints, then exit"""
+    every_s: Positive = 30.0
+    """seconds between two looks for checkpoints"""
+    cpus: str | None = None
+    """cores to run on, such as 28-31; default: the inherited ones"""
+    gpu: str | None = None
+    """GPU to run on, as in CUDA_VISIBLE_DEVICES"""
 
 
 @dataclass(frozen=True)
@@ -313,28 +328,13 @@ def parse_cores(cpus: str) -> set[int]:
 
 def main() -> int:
     """Watch one run; returns the exit status. All flags but the watcher's own are the job's."""
-    parser = argparse.ArgumentParser(
-        prog="python -m evals.watch", allow_abbrev=False, description=__doc__
+    options, rest = tyro.cli(
+        Options, prog="python -m evals.watch", description=__doc__, return_unknown_args=True
     )
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument(
-        "--run", type=Path, help="run folder whose config.toml is read instead of --job.config_file"
-    )
-    parser.add_argument(
-        "--once", action="store_true", help="evaluate the existing checkpoints, then exit"
-    )
-    parser.add_argument(
-        "--every-s", type=float, default=30.0, help="seconds between two looks for checkpoints"
-    )
-    parser.add_argument(
-        "--cpus", help="cores to run on, such as 28-31; default: the inherited ones"
-    )
-    parser.add_argument("--gpu", help="GPU to run on, as in CUDA_VISIBLE_DEVICES")
-    options, rest = parser.parse_known_args()
+    check_ranges(Options, vars(options))
     if options.run is not None:
         config = str(options.run / "config.toml")
         rest = ["--job.config_file", config, "--job.dump_folder", str(options.run), *rest]
-    check_range(0.01, 1e6, every_s=options.every_s)
     job = read_job(rest)
     yield_to_training(options.cpus, options.gpu)
     check(job, here=True)

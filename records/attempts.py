@@ -20,11 +20,11 @@ Row = dict[str, Any]  # a logged step
 
 @dataclass
 class Segment:
-    """Consecutive rows of one attempt in one phase; `kept` is False if a later attempt discarded them."""
+    """Consecutive rows of one attempt in one phase; `is_counted` is False if a later attempt discarded them."""
 
     phase: str
     attempt: int
-    kept: bool
+    is_counted: bool
     rows: list[Row]
 
 
@@ -34,7 +34,7 @@ def merge_attempts(
     """Split rows into segments by phase, then attempt, then as written; mark which rows count.
 
     Args:
-        rows: with `phase`, `attempt` and `step`; `kept` is added.
+        rows: with `phase`, `attempt` and `step`; `is_counted` is added.
         starts: {(phase, attempt): the step it started after}.
     """
     by_phase: dict[str, list[Row]] = {}
@@ -43,23 +43,23 @@ def merge_attempts(
     segments: list[Segment] = []
     for phase, of_phase in by_phase.items():
         of_phase.sort(key=lambda row: row["attempt"])  # stable
-        _mark_kept(
+        _mark_counted(
             of_phase,
             {attempt: step for (of, attempt), step in (starts or {}).items() if of == phase},
         )
         for before, row in zip((None, *of_phase), of_phase, strict=False):
-            same_segment = before is not None and (before["attempt"], before["kept"]) == (
+            same_segment = before is not None and (before["attempt"], before["is_counted"]) == (
                 row["attempt"],
-                row["kept"],
+                row["is_counted"],
             )
             if before is None or not same_segment or row["step"] <= before["step"]:
-                segments.append(Segment(phase, row["attempt"], row["kept"], []))
+                segments.append(Segment(phase, row["attempt"], row["is_counted"], []))
             segments[-1].rows.append(row)
     return segments
 
 
-def _mark_kept(rows: list[Row], starts: Mapping[int, int]) -> None:
-    """Set `kept` of the rows of one phase, sorted by attempt. starts: {attempt: step it started after}."""
+def _mark_counted(rows: list[Row], starts: Mapping[int, int]) -> None:
+    """Set `is_counted` of the rows of one phase, sorted by attempt. starts: {attempt: step it started after}."""
     # an attempt discards every earlier row beyond the checkpoint it loaded, even before it has logged that step
     # again; if its start is not on record, each of its rows discards earlier rows at the same or later steps
     end = math.inf  # earlier rows count up to this step
@@ -68,7 +68,7 @@ def _mark_kept(rows: list[Row], starts: Mapping[int, int]) -> None:
     for row in reversed(rows):
         while attempts and attempts[-1] > row["attempt"]:
             end = min(end, starts[attempts.pop()] + 1)
-        row["kept"] = row["step"] < end
+        row["is_counted"] = row["step"] < end
         end = min(end, row["step"])
 
 
@@ -113,7 +113,7 @@ def place_on_one_axis(
             x_tokens = None if row["tokens"] is None else tokens + row["tokens"]
             row["x_step"], row["x_time"] = steps + row["step"], row.get("time")
             row["x_tokens"] = x_tokens if row["tokens_total"] is None else row["tokens_total"]
-        last = [row for row in rows if row["kept"]][-1:]
+        last = [row for row in rows if row["is_counted"]][-1:]
         if last:
             steps = last[0]["x_step"]
             tokens = last[0]["x_tokens"] or tokens

@@ -4,11 +4,12 @@ def main(runs: Count = 3, share: Positive = 0.5) -> None:
     check_ranges(main, locals())
 
 if __name__ == "__main__":
-    run_command("tools.x", lambda: tyro.cli(main, prog="python -m tools.x"))
+    run_function("tools.x", main)
 """
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
@@ -52,6 +53,18 @@ def refuse_unknown_options(words: Sequence[str]) -> None:
             raise ValueError(
                 f"unknown option {word}; see --help, or write --section.key for the trainer"
             )
+
+
+def run_function(name: str, function: Callable[..., object]) -> None:
+    """Run the function with the command line of `python -m NAME`; print what it returns, as JSON."""
+    import tyro
+
+    def run() -> None:
+        result = tyro.cli(function, prog=f"python -m {name}")
+        if result is not None:
+            print(json.dumps(result))
+
+    run_command(name, run)
 
 
 def run_command(

@@ -6,11 +6,10 @@ import functools
 import inspect
 import io
 import json
-import math
 import os
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import redirect_stderr
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,8 +17,9 @@ from typing import Annotated, Any
 
 import tyro
 
-from records.command import run_command
+from records.command import Count, Natural, check_ranges, run_command
 from records.files import JsonObject, append_line, code_version
+from records.items import write_items
 from records.job import option_value, read_sections
 
 FIELDS = read_sections(Path(__file__).with_suffix(".toml"))  # by kind: fields and their meaning
@@ -53,18 +53,10 @@ def optional(metavar: str, default: str) -> Any:
     return tyro.conf.arg(metavar=metavar, help_behavior_hint=f"(default: {default})")
 
 
-Limit = Annotated[int | None, optional("INT", "all")]
+Limit = Annotated[Count | None, optional("INT", "all")]
 # of no use for a checkpoint's own files
 SERVER = ("--base-url", "--model", "--concurrency", "--timeout-s")
 FRAME = re.compile(r"[╭╮╰╯│─]+|-{9,}")  # around tyro's messages
-
-
-def check_range(low: float, high: float = math.inf, **values: float | None) -> None:
-    """Raise ValueError for a number outside of [low, high]; None: not given."""
-    for name, value in values.items():
-        if value is not None and not low <= value <= high:
-            bounds = f"at least {low:g}" if high == math.inf else f"between {low:g} and {high:g}"
-            raise ValueError(f"{flag(name)} {value} must be {bounds}")
 
 
 @dataclass(frozen=True)
@@ -73,17 +65,34 @@ class About:
 
     out: Annotated[Path | None, optional("FILE", "only printed")] = None
     """file to append the record to, such as runs/demo/evals.jsonl"""
-    step: Annotated[int | None, optional("INT", "not recorded")] = None
+    step: Annotated[Natural | None, optional("INT", "not recorded")] = None
     """training step of the checkpoint, for the record"""
-    tokens_total: Annotated[int | None, optional("INT", "not recorded")] = None
+    tokens_total: Annotated[Natural | None, optional("INT", "not recorded")] = None
     """training tokens of the checkpoint, earlier phases included, for the record"""
     phase: Annotated[str | None, optional("NAME", "not recorded")] = None
     """training phase of the checkpoint, for the record"""
 
     def __post_init__(self) -> None:
-        check_range(0, step=self.step, tokens_total=self.tokens_total)
+        check_ranges(About, vars(self))
         if self.out is not None:
             check_writable(self.out)
+
+    def append_with_items(
+        self,
+        kind: str,
+        figures: JsonObject,
+        settings: JsonObject,
+        lines: Iterable[JsonObject],
+        **provenance: Any,
+    ) -> JsonObject:
+        """Do as `append`, and write the lines of a file of items, whose path the record names.
+
+        Args:
+            settings: what two files must share beside the provenance.
+        """
+        head = {"kind": kind, "step": self.step, **settings, **provenance}
+        items = write_items(self.out, head, lines)
+        return self.append(kind, figures | {"items": items}, **provenance)
 
     def append(self, kind: str, figures: JsonObject, **provenance: Any) -> JsonObject:
         """Append an evaluation to `out`, if there is one, and return the record.
@@ -223,9 +232,9 @@ def with_current_names(record: JsonObject) -> JsonObject:
 
 def settings_words(record: JsonObject) -> list[str]:
     """Describe the SETTINGS of a record: text as it is, another value as NAME-VALUE, null not at all."""
-    asked = with_current_names(record)
-    named = [(name, asked.get(name)) for name in SETTINGS.get(str(asked.get("kind")), ())]
-    return [v if isinstance(v, str) else f"{name}-{v}" for name, v in named if v is not None]
+    current = with_current_names(record)
+    pairs = [(name, current.get(name)) for name in SETTINGS.get(str(current.get("kind")), ())]
+    return [v if isinstance(v, str) else f"{name}-{v}" for name, v in pairs if v is not None]
 
 
 def flags_in(words: Sequence[str]) -> list[str]:

@@ -64,7 +64,6 @@ def write_outcome(run: Path, attempt: int, code: int, step: int, reason: str) ->
     if before is None or before["attempt"] != attempt:
         outcome = {"attempt": attempt, "code": code, "step": step, "reason": reason[:REASON_CHARS]}
         with survive_full_disk(run / "outcome.json"):
-            run.mkdir(parents=True, exist_ok=True)
             write_atomically(run / "outcome.json", json.dumps(outcome) + "\n")
 
 

@@ -159,7 +159,8 @@ def without_none(value: Any) -> Any:
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
-    """Write a temporary file, flush and rename it: readers never see a part."""
+    """Write a temporary file, flush and rename it: readers never see a part. Its folder need not exist."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with open(temporary, "wb") as file:
@@ -170,6 +171,10 @@ def write_atomically(path: Path, content: str | bytes) -> None:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def write_json(path: Path, value: Any) -> None:
+    write_atomically(path, json.dumps(value, indent=1, ensure_ascii=False) + "\n")
 
 
 class Held(ValueError, BlockingIOError):

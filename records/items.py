@@ -32,7 +32,6 @@ def write_items(out: Path | None, head: JsonObject, items: Iterable[JsonObject])
     # mtime=0: the same items give the same bytes, and so the same name
     content = gzip.compress(lines.encode(), mtime=0)
     name = f"{head['kind']}-{head['step'] or 0}-{hashlib.sha256(content).hexdigest()[:12]}.jsonl.gz"
-    (out.parent / FOLDER).mkdir(parents=True, exist_ok=True)
     write_atomically(out.parent / FOLDER / name, content)
     return f"{FOLDER}/{name}"
 

@@ -100,7 +100,7 @@ class Run:
     @property
     def rows(self) -> list[Row]:
         """The rows that count."""
-        segments = [segment for segment in self.segments if segment.kept]
+        segments = [segment for segment in self.segments if segment.is_counted]
         return [row for segment in segments for row in segment.rows]
 
     def rows_of(self, phase: str) -> list[Row]:
@@ -200,9 +200,9 @@ def read_run(folder: Path) -> Run:
     rows: list[Row] = []
     for place in places:
         # a run may hold the rows of a phase merged and in its subfolder
-        known = {_row_identity(row) for row in rows}
+        identities = {_row_identity(row) for row in rows}
         of_place = _read_place(run, place, "training" if place == folder else place.name)
-        rows += [row for row in of_place if _row_identity(row) not in known]
+        rows += [row for row in of_place if _row_identity(row) not in identities]
     starts = {
         (start["phase"], int(start["attempt"])): int(start["step"])
         for start in run.attempts

@@ -6,14 +6,13 @@ The trainer counts positions 0, 1, 2, ...; position p reads the p-th sequence nu
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from records.events import record_event
-from records.files import JsonObject, read_json, survive_full_disk, write_atomically
+from records.files import JsonObject, read_json, survive_full_disk, write_json
 
 FILE = "skip_sequences.json"
 
@@ -71,7 +70,7 @@ def append_skips(run: Path, ranges: Iterable[Sequence[int]], reason: str) -> boo
             *read_entries(run),
             *({"window": list(interval), "reason": reason} for interval in ranges),
         ]
-        write_atomically(run / FILE, json.dumps(entries, indent=2) + "\n")
+        write_json(run / FILE, entries)
         record_event(run, "skip", windows=list(ranges), reason=reason)
         return True
     return False

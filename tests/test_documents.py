@@ -164,8 +164,8 @@ def list_commands(page: Path) -> Iterator[tuple[str, list[str]]]:
         program, *arguments = itertools.takewhile(lambda word: not set(word) <= {*"|&;"}, words)
         if program == "-m":
             program, *arguments = arguments
-        known = program.split(".")[0] in (*OURS, "make", *THEIRS.split("|"))
-        if known and not program.endswith(".NAME"):
+        is_command = program.split(".")[0] in (*OURS, "make", *THEIRS.split("|"))
+        if is_command and not program.endswith(".NAME"):
             yield program, arguments
 
 
@@ -320,8 +320,8 @@ def run_engine_command(command: str, *words: str) -> None:
         assert server.stop() == 0, server.output()
         return
     line = [sys.executable, "-m", "laneformer.cli", command, *words]
-    done = subprocess.run(line, input="Hi\n", capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
+    outcome = subprocess.run(line, input="Hi\n", capture_output=True, text=True, timeout=300)
+    assert outcome.returncode == 0, outcome.stderr
 
 
 @pytest.mark.rotate

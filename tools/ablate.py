@@ -43,12 +43,12 @@ from records.files import (
     hold_lock,
     read_json,
     read_lines,
-    write_atomically,
+    write_json,
 )
 from records.job import read_job, read_sections
+from tools import ROOT
 from tools.markdown import table
 
-ROOT = Path(__file__).resolve().parents[1]
 POLL_S = 0.2
 # of the end of the log of a run that has failed
 ERROR_CHARS = 2000
@@ -158,8 +158,7 @@ def check_settings(path: Path, settings: dict[str, Any]) -> None:
     for name, value in settings.items():
         if before.get(name, value) != value:
             raise ValueError(f"{path} has another {name}; choose another --out")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, json.dumps(before | settings, indent=1) + "\n")
+    write_json(path, before | settings)
 
 
 def train(runs: Sequence[Run], results: Path, workers: int, keep_checkpoints: bool) -> None:

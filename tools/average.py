@@ -38,8 +38,8 @@ from records.checkpoints import (
     step_folders,
     write_checksums,
 )
-from records.command import Positive, check_ranges, run_command
-from records.files import read_json, read_lines
+from records.command import Positive, check_ranges, run_function
+from records.files import read_json, read_lines, write_json
 from records.job import read_sections
 
 # of a row of metrics.jsonl: what holds for the mean as well
@@ -201,9 +201,7 @@ def describe(folder: Path, newest: Path, step: int, averaged: dict[str, float]) 
                 file=sys.stderr,
             )
     lineage = read_json(run / "lineage.json", {})
-    (folder / "lineage.json").write_text(
-        json.dumps({**lineage, "averaged": averaged}, indent=2) + "\n"
-    )
+    write_json(folder / "lineage.json", {**lineage, "averaged": averaged})
     # the last step, which evals.watch takes whatever evals.every_steps is
     if (run / "config.toml").is_file():
         job = read_sections(run / "config.toml")
@@ -215,9 +213,5 @@ def describe(folder: Path, newest: Path, step: int, averaged: dict[str, float]) 
         (folder / "metrics.jsonl").write_text(json.dumps({**row, "averaged": len(averaged)}) + "\n")
 
 
-def main() -> None:
-    print(json.dumps(tyro.cli(average, prog="python -m tools.average")))
-
-
 if __name__ == "__main__":
-    run_command("tools.average", main)
+    run_function("tools.average", average)

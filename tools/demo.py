@@ -17,14 +17,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import tyro
 from rich.console import Console
 from rich.progress import Progress
 
 from laneformer import Engine
 from laneformer.engine.text_files import read_texts
 from laneformer.prompts import PromptEncoder
-from records.command import Count, check_ranges, run_command
+from records.command import Count, check_ranges, run_function
 from records.files import read_lines
 from records.job import job_flags
 
@@ -44,7 +43,7 @@ def main(
     steps2: Count = 100,
     steps3: Count = 150,
     ranks: Count | None = None,
-) -> None:
+) -> dict[str, Any]:
     """Run every stage into `out`; prepared data is reused, training and everything after it is redone.
 
     Args:
@@ -89,7 +88,7 @@ def main(
     text = f"user:      {QUESTION}\nassistant: {reply(final, QUESTION)}"
     console.print(text, markup=False, highlight=False)
     console.print(f"everything is in {out}/; open {out}/dashboard.html")
-    figures = {
+    return {
         **training_figures(out),
         "hf_max_logit_diff": exported["hf_max_logit_diff"],
         "engine_matches_hf": greedy["same"] == greedy["prompts"],
@@ -97,7 +96,6 @@ def main(
         "seconds": round(time.monotonic() - started, 1),
         "out": str(out),
     }
-    print(json.dumps(figures))
 
 
 def clear(out: Path) -> None:
@@ -231,4 +229,4 @@ def training_figures(out: Path) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    run_command("tools.demo", lambda: tyro.cli(main, prog="python -m tools.demo"))
+    run_function("tools.demo", main)

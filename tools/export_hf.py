@@ -7,18 +7,17 @@ The model card states the training progress that the run's metrics.jsonl holds f
 
 from __future__ import annotations
 
-import json
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-import tyro
 
 from data_mixtures.mixture import TRAINED, Mixture, read_lock
 from laneformer.hf.export import DType, Progress, checkpoint_step, export
 from records.checkpoints import check_contents, check_is_checkpoint, run_folder
-from records.command import Natural, check_ranges, run_command
+from records.command import Natural, check_ranges, run_function
 from records.files import read_lines
 from records.job import read_sections
 
@@ -35,7 +34,7 @@ def main(
     overwrite: bool = False,
     draft_vocab_size: Natural = 0,
     draft_lock: Path | None = None,
-) -> None:
+) -> dict[str, Any]:
     """Write the Hugging Face folder `out`; the last line of stdout is JSON.
 
     Args:
@@ -54,10 +53,9 @@ def main(
     check_contents(checkpoint)
     progress = training_progress(checkpoint)
     ids = frequent_ids(checkpoint, draft_lock, draft_vocab_size) if draft_vocab_size else ()
-    facts = export(
+    return export(
         checkpoint, out, dtype, config, tokenizer, overwrite, progress=progress, draft_ids=ids
     )
-    print(json.dumps(facts))
 
 
 def frequent_ids(checkpoint: Path, lock: Path | None, count: int) -> tuple[int, ...]:
@@ -111,4 +109,4 @@ def training_progress(checkpoint: Path) -> Progress:
 
 
 if __name__ == "__main__":
-    run_command("tools.export_hf", lambda: tyro.cli(main, prog="python -m tools.export_hf"))
+    run_function("tools.export_hf", main)

@@ -10,14 +10,13 @@ from __future__ import annotations
 import sys
 from typing import Any, Literal
 
-import tyro
 from rich.console import Console
 from rich.markdown import Markdown
 
 from laneformer.config import LaneformerConfig
 from laneformer.engine.cuda.cards import Card, card_named
 from laneformer.joins import MODULES, Join
-from records.command import run_command
+from records.command import run_function
 from tools.markdown import records
 
 Row = dict[str, Any]
@@ -158,4 +157,4 @@ def main(gpu: Literal["h200", "mi300x"] = "h200") -> None:
 
 
 if __name__ == "__main__":
-    run_command("tools.roofline", lambda: tyro.cli(main, prog="python -m tools.roofline"))
+    run_function("tools.roofline", main)

@@ -14,7 +14,13 @@ import torch
 from data_mixtures.shards import tokenizer_files
 from laneformer.config import LaneformerConfig
 from records.checkpoints import locate_checkpoint, run_folder
-from records.files import append_or_keep, code_version, survive_full_disk, write_atomically
+from records.files import (
+    append_or_keep,
+    code_version,
+    survive_full_disk,
+    write_atomically,
+    write_json,
+)
 
 from .data import MixtureLoader
 from .job_config import format_job
@@ -40,7 +46,7 @@ def describe_attempt(
         if config.is_file() and config.read_text(encoding="utf-8") != resolved:
             shutil.copy(config, run / f"config.attempt-{attempt - 1}.toml")
         write_atomically(config, resolved)
-        write_atomically(run / "model.json", json.dumps(model.to_dict(), indent=2) + "\n")
+        write_json(run / "model.json", model.to_dict())
         for path in tokenizer_files(loader.lock.parent):
             write_atomically(run / path.name, path.read_bytes())
         if not lineage.is_file():
@@ -50,7 +56,7 @@ def describe_attempt(
             )
             parent = str(locate_checkpoint(started_from)) if started_from and of_other_run else None
             facts = {"parent": parent, "tokens_before": loader.tokens_before()}
-            write_atomically(lineage, json.dumps(facts, indent=2) + "\n")
+            write_json(lineage, facts)
     line = {
         "attempt": attempt,
         "time": time.time(),

@@ -73,7 +73,6 @@ class BadSteps:
         """Record the event, and a file with every sequence of the batch."""
         path = self.run / "bad-steps" / f"step-{step}.attempt-{self.attempt}.{first}.json"
         with survive_full_disk(path):
-            path.parent.mkdir(exist_ok=True)
             batch = self.loader.locate(
                 self.loader.state.sequences - self.batch_size, self.batch_size
             )

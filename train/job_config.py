@@ -112,11 +112,17 @@ def check_with_model(job: Any, world_size: int | None = None) -> None:
     check_job(job, world_size)
     if job.experimental.custom_import:
         importlib.import_module(job.experimental.custom_import)
-        from torchtitan.protocols.train_spec import get_train_spec
+        read_model_args(job)
 
-        copy.copy(get_train_spec(job.model.name).model_args[job.model.flavor]).update_from_config(
-            job
-        )
+
+def read_model_args(job: Any) -> Any:
+    """Return the arguments of a job's model, which is registered; ValueError for what they refuse."""
+    from torchtitan.protocols.train_spec import get_train_spec
+
+    # a copy: those of the registered spec are shared
+    model_args: Any = copy.copy(get_train_spec(job.model.name).model_args[job.model.flavor])
+    model_args.update_from_config(job)
+    return model_args
 
 
 def patch_torch_for_cpu() -> None:

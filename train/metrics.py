@@ -19,7 +19,7 @@ from torchtitan.tools.logging import logger
 
 from records.events import record_event
 from records.files import append_or_keep, read_lines, replace_last_line
-from records.run import name_wandb_run
+from records.run import name_wandb_run, numbers_in
 from records.usage import RECENT, cost, duration, gpu_hours, money, seconds_left, spans_of
 
 from .checkpoint_saves import CheckpointTimes
@@ -178,7 +178,8 @@ class RunMetrics(MetricsProcessor):
         # what ends TorchTitan's line on the console, its `reset`, also has ours; Color is frozen, so by a subclass
         reset = f"{plain.reset}  {format_progress(row, vars(self.job_config.metrics))}".rstrip()
         self.color = type("", (type(plain),), {"reset": reset})()
-        extra = {"n_tokens_seen": row["tokens"], "lr": row["lr"], **_scalars(row)}
+        scalars = _flat({key: row.get(key) for key in SCALARS})
+        extra = {"n_tokens_seen": row["tokens"], "lr": row["lr"], **scalars}
         self.survive(
             lambda: self.log(row["step"], row["loss"], row["max_loss"], row["grad_norm"], extra)
         )
@@ -272,17 +273,11 @@ def format_progress(row: dict[str, Any], section: dict[str, Any]) -> str:
     return f"{text}  cost: {paid} of {total}" if paid else text
 
 
-def _scalars(row: dict[str, Any]) -> dict[str, float]:
-    return _flat({key: row[key] for key in SCALARS if row.get(key) is not None})
-
-
-def _flat(figures: dict[Any, Any]) -> dict[str, float]:
-    """Flatten {"a": {"b": 1}, "c": [2, 3]} into {"a/b": 1, "c/0": 2, "c/1": 3}."""
+def _flat(figures: dict[str, Any]) -> dict[str, float]:
+    """Flatten {"a": {"b": 1}, "c": [2, 3]} into {"a/b": 1, "c/0": 2, "c/1": 3}, without NaN."""
     flat: dict[str, float] = {}
-    for key, value in figures.items():
-        parts = dict(enumerate(value)) if isinstance(value, list) else value
-        inner = _flat(parts) if isinstance(parts, dict) else {"": parts}
-        flat |= {f"{key}/{name}" if name else str(key): leaf for name, leaf in inner.items()}
+    for name, value in figures.items():
+        flat |= numbers_in(name, dict(enumerate(value)) if isinstance(value, list) else value)
     return flat
 
 

@@ -7,7 +7,6 @@ prints the resolved job, as `python -m train.job_config` does.
 
 from __future__ import annotations
 
-import copy
 import os
 import sys
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Any
 
 from records.checkpoints import newest_saved_step
 
-from .job_config import format_job, load_job, patch_torch_for_cpu
+from .job_config import format_job, load_job, patch_torch_for_cpu, read_model_args
 
 # before torchtitan is imported, which asks for the device then
 patch_torch_for_cpu()
@@ -28,17 +27,13 @@ from .trainer import check_vocabulary  # noqa: E402
 
 def check_start(job: Any, world_size: int) -> None:
     """Raise ValueError where the data or the run folder do not fit a job that `check_job` allows."""
-    spec = get_train_spec(job.model.name)
     # ranks that share the lanes of a sequence read the same data
     groups = world_size // job.parallelism.tensor_parallel_degree
-    loader: Any = spec.build_dataloader_fn(
+    loader: Any = get_train_spec(job.model.name).build_dataloader_fn(
         dp_world_size=groups, dp_rank=0, tokenizer=None, job_config=job
     )
     loader.check_epochs(job.training.steps * job.training.global_batch_size)
-    # a copy: the arguments of the registered spec are shared
-    model_args: Any = copy.copy(spec.model_args[job.model.flavor])
-    model_args.update_from_config(job)
-    check_vocabulary(loader, model_args.config.vocab_size)
+    check_vocabulary(loader, read_model_args(job).config.vocab_size)
     folder = Path(job.job.dump_folder) / job.checkpoint.folder
     if newest_saved_step(folder) < 0 and not job.checkpoint.initial_load_path:
         require_fresh_start(

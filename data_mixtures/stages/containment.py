@@ -85,8 +85,7 @@ def _smallest(passages: np.ndarray, grams: np.ndarray) -> np.ndarray:
     """Return the places of each passage's MOST_GRAMS smallest distinct grams."""
     # the runs with the smallest hashes are a fair sample of many
     order = np.lexsort((grams, passages))
-    changes = (np.diff(passages[order]) != 0) | (np.diff(grams[order]) != 0)
-    order = order[np.append(True, changes)[: len(order)]]
+    order = order[ngrams.begins_run(passages[order], grams[order])]
     begins = np.searchsorted(passages[order], passages[order])
     return order[np.arange(len(order)) - begins < MOST_GRAMS]
 

@@ -15,6 +15,7 @@ import numpy as np
 import xxhash
 
 from data_mixtures import document_ids, recipe, shards
+from data_mixtures.ngrams import begins_run
 from data_mixtures.shards import Json
 from data_mixtures.stages import blocks, documents, quality, stage
 from data_mixtures.stages.documents import ALL, DEDUP, Grouped, files_of_all, of_all
@@ -143,7 +144,7 @@ def not_first(hashes: np.ndarray, ranks: np.ndarray) -> np.ndarray:
     order = np.lexsort((ranks, hashes))
     hashes = hashes[order]
     ranks = ranks[order]
-    new = np.append(True, hashes[1:] != hashes[:-1])[: len(hashes)]
+    new = begins_run(hashes)
     return ranks[ranks != ranks[new][np.cumsum(new) - 1]]
 
 

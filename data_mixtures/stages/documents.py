@@ -21,6 +21,7 @@ from data_mixtures.recipe import Recipe
 from data_mixtures.shards import Json
 from data_mixtures.stages import stage
 from data_mixtures.stages.stage import DOCUMENTS, Stage, Unit
+from records.files import write_json
 
 DEDUP, CONTAINED = "dedup", "contained"
 NEAR_DUPLICATE = "near_duplicate"
@@ -90,7 +91,7 @@ def write_rows(folder: Path, members: Sequence[tuple[Unit, Json]], numbers: np.n
     rows = numbers - np.repeat(ends[:-1], np.diff(places))
     shards.save_array(folder / ROWS, rows.astype(np.int64))
     units = [str(unit) for unit, _ in members]
-    shards.write_json(folder / UNITS, dict(zip(units, pairwise(places), strict=True)))
+    write_json(folder / UNITS, dict(zip(units, pairwise(places), strict=True)))
 
 
 def _rows(out: Path, made_by: str, group: Unit, unit: Unit) -> np.ndarray:

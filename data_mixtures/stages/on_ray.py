@@ -13,7 +13,7 @@ from typing import Any
 
 from data_mixtures import store
 from data_mixtures.shards import Json
-from data_mixtures.stages.stage import AGAIN, Stage, Unit, attempt
+from data_mixtures.stages.stage import AGAIN, Stage, Unit, attempt_unit
 
 RETRIES = 3  # of a unit whose node or worker was lost
 # of a cluster that is started here: tasks return a failure or nothing
@@ -21,7 +21,7 @@ OBJECT_STORE_BYTES = 80 << 20
 
 
 def outcomes(work: Stage, units: list[Unit], workers: int) -> Generator[Json | None]:
-    """Yield the result of `attempt` for each unit as it finishes; closing cancels running units.
+    """Yield the result of `attempt_unit` for each unit as it finishes; closing cancels running units.
 
     Args:
         workers: units at a time; 0 to keep all CPUs of the cluster busy, also of nodes that join later.
@@ -31,7 +31,7 @@ def outcomes(work: Stage, units: list[Unit], workers: int) -> Generator[Json | N
     """
     ray = _connect()
     # Ray repeats the units of a lost node or killed worker; a second run writes the same bytes
-    remote_attempt = ray.remote(num_cpus=1, max_retries=RETRIES)(attempt)
+    remote_attempt = ray.remote(num_cpus=1, max_retries=RETRIES)(attempt_unit)
     place = store.place(work.out)
     waiting = list(reversed(units))
     running = dict[Any, Unit]()

@@ -19,13 +19,13 @@ import pyarrow
 import pyarrow.parquet
 import xxhash
 
-from data_mixtures import shards
 from data_mixtures.readers import content, hub, local
 from data_mixtures.readers.columns import holds_text
 from data_mixtures.readers.unpack import can_seek, open_input
 from data_mixtures.recipe import HubSource, Input, LocalSource, Recipe, Source, check_known, nearest
 from data_mixtures.shards import Json
 from data_mixtures.stages.stage import PLAN, PLAN_FORMAT, read_plan
+from records.files import write_json
 
 UNIT_BYTES = 64 << 20  # of local files in one unit
 S = TypeVar("S", bound=Source)
@@ -55,8 +55,7 @@ def make(recipe: Recipe, out: Path, names: Iterable[str], mirror: str | None = N
     order = [source.name for source in recipe.sources if source.name in sources]
     plan = {"format": PLAN_FORMAT, "sources": {name: sources[name] for name in order}}
     if not (out / PLAN).is_file() or plan != read_plan(out):
-        out.mkdir(parents=True, exist_ok=True)
-        shards.write_json(out / PLAN, plan)
+        write_json(out / PLAN, plan)
     return plan
 
 

@@ -29,7 +29,7 @@ from data_mixtures.stages.stage import (
     AGAIN,
     Stage,
     Unit,
-    attempt,
+    attempt_unit,
     is_done,
     receipt_of,
     remove_partial,
@@ -52,7 +52,7 @@ def _run(work: Stage, units: list[Unit], options: Options, tell: Callable[[int],
     if options.kind == "ray" and units:
         outcomes = on_ray.outcomes(work, units, options.workers)
     elif options.workers == 1 or len(units) <= 1:
-        outcomes = (attempt(work, unit, place) for unit in units)
+        outcomes = (attempt_unit(work, unit, place) for unit in units)
     else:
         outcomes = _in_parallel(work, units, place, min(options.workers, len(units)))
     try:
@@ -114,7 +114,7 @@ def _work(work: Stage, unit: Unit, place: store.Place | None, logs: Path) -> Jso
     # says which unit this worker is at, for the message if it is killed
     claim = logs / "workers" / str(os.getpid())
     claim.write_text(str(unit), encoding="utf-8")
-    failure = attempt(work, unit, place)
+    failure = attempt_unit(work, unit, place)
     claim.write_text("", encoding="utf-8")
     return failure
 

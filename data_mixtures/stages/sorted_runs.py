@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from data_mixtures import shards
+from data_mixtures.ngrams import begins_run
 from data_mixtures.shards import Json
 from data_mixtures.stages import blocks, stage
 from data_mixtures.stages.blocks import CheckedFile
@@ -158,5 +159,4 @@ def in_order(parts: Iterable[np.ndarray]) -> np.ndarray:
 
 def drop_duplicates(documents: np.ndarray) -> np.ndarray:
     """Keep the first of consecutive documents that have the same 128-bit id."""
-    changes = (np.diff(documents["low"]) != 0) | (np.diff(documents["high"]) != 0)
-    return documents[np.append(True, changes)[: len(documents)]]
+    return documents[begins_run(documents["low"], documents["high"])]

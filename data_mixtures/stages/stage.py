@@ -25,7 +25,7 @@ import xxhash
 from data_mixtures import shards, store
 from data_mixtures.recipe import Recipe
 from data_mixtures.shards import Json
-from records.files import file_sha256, hold_lock
+from records.files import file_sha256, hold_lock, write_json
 
 PLAN, RECEIPT = "plan.json", "receipt.json"
 PLAN_FORMAT = 1
@@ -285,7 +285,7 @@ def free(out: Path, made_by: str, unit: Unit) -> int:
     receipt = receipt_of(out, made_by, unit)
     folder = unit_folder(out, made_by, unit)
     # the receipt first: after a kill in between, no receipt lists a file that is gone
-    shards.write_json(folder / RECEIPT, {**receipt, "freed": True})
+    write_json(folder / RECEIPT, {**receipt, "freed": True})
     files = receipt["files"].items()
     large = {folder / name: entry["bytes"] for name, entry in files if not name.endswith(".json")}
     if remote := store.of(out):
@@ -335,7 +335,7 @@ def do(work: Stage, unit: Unit) -> None:
             "files": files,
             "counts": counts,
         }
-        shards.write_json(partial / RECEIPT, receipt)
+        write_json(partial / RECEIPT, receipt)
         shards.publish(partial, final)
         if remote := store.of(work.out):
             remote.push(final)
@@ -343,7 +343,7 @@ def do(work: Stage, unit: Unit) -> None:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def attempt(work: Stage, unit: Unit, place: store.Place | None = None) -> Json | None:
+def attempt_unit(work: Stage, unit: Unit, place: store.Place | None = None) -> Json | None:
     """Do one unit and return what went wrong, or None.
 
     Args:

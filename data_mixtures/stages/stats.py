@@ -22,6 +22,7 @@ from data_mixtures.stages import sorted_runs
 from data_mixtures.stages.fetch import describe_lost_files
 from data_mixtures.stages.run import figures
 from data_mixtures.stages.tokenize import INDEX
+from records.files import write_json
 
 JSON = "stats.json"
 PAIRS = 40  # of sources that share documents are shown
@@ -51,7 +52,7 @@ def write(out: Path, sources: tuple[str, ...], console: Console, workers: int) -
         facts[name] = {key: manifest[key] for key in FACTS} | derived
     shared = count_shared_documents(out, sources, workers)
     result = {"sources": facts, "phases": _phases(out), "shared_documents": shared}
-    shards.write_json(out / JSON, result)
+    write_json(out / JSON, result)
     tables = _shares_table(result), _make_dropped_table(facts), _make_shared_table(result)
     for table in (*sizes_and_lengths(manifests), *tables):
         console.print(table)

@@ -22,7 +22,7 @@ from data_mixtures.recipe import Recipe, TokenizerFile, TokenizerTraining
 from data_mixtures.shards import Json
 from data_mixtures.stages import blocks, documents, repeats, stage
 from data_mixtures.stages.stage import DOCUMENTS, Stage, Unit
-from records.files import file_sha256, write_atomically
+from records.files import file_sha256, write_atomically, write_json
 
 INDEX, TOKENS, ORIGINS = SLICED = "documents.npy", "tokens.bin", "origins.bin"
 # key, high, low: see `document_ids`. start and length are of its tokens, in tokens of tokens.bin;
@@ -191,7 +191,7 @@ def make_tokenizer(recipe: Recipe, out: Path) -> None:
         write_atomically(out / shards.TOKENIZER_MODEL, model)
     else:
         tokenizer.copy_from_recipe(settings, out)
-    shards.write_json(receipt, {"key": key, "sha256": _hashes(out)})
+    write_json(receipt, {"key": key, "sha256": _hashes(out)})
 
 
 def _tokenizer_key(recipe: Recipe, out: Path) -> str:

@@ -28,10 +28,10 @@ from evals.intervals import wilson
 from evals.items import Partial
 from evals.scorer import LOCAL, AnswererFlags, identify_model, load_tokenizer, open_scorer
 from evals.tables import console
-from records.evals import NOWHERE, SETTINGS, AboutFlags, EvalCommand, check_range, optional
+from records.command import Count, check_ranges
+from records.evals import NOWHERE, SETTINGS, AboutFlags, EvalCommand, optional
 from records.files import JsonObject, file_sha256
 from records.items import FOLDER as ITEMS
-from records.items import write_items
 from records.job import option_value
 from records.workers import usable_cpus
 
@@ -61,7 +61,7 @@ class Scoring:
     """How solutions are tested."""
 
     # on too few cores (--cpus, Slurm) right ones time out
-    parallel: int = max(1, usable_cpus() // 2)
+    parallel: Count = max(1, usable_cpus() // 2)  # noqa: RUF009
     """solutions tested concurrently"""
     unsafe_no_sandbox: bool = False
     """run the model's code with your own rights, without any sandbox"""
@@ -69,7 +69,7 @@ class Scoring:
     """folder that keeps the expected outputs between runs"""
 
     def __post_init__(self) -> None:
-        check_range(1, parallel=self.parallel)
+        check_ranges(Scoring, vars(self))
 
 
 # by problem, of each sample
@@ -167,10 +167,8 @@ def main(
     about_data = {"dataset": f"{data.name}+", "version": data.version, "evalplus": EVALPLUS}
     figures = {**about_data, **settings, **scores, "control": control, "sandbox": sandbox}
     compared = {name: figures[name] for name in SETTINGS["code"]}
-    head = {"kind": "code", "step": about.step, **who, **compared}
-    figures["items"] = write_items(about.out, head, lines)
     figures["results"] = f"{folder.parent.name}/{folder.name}" if results is None else str(results)
-    return about.append("code", figures, **who)
+    return about.append_with_items("code", figures, compared, lines, **who)
 
 
 def score_answers(

@@ -6,14 +6,16 @@ import hashlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Annotated
 
+from pydantic import Field
 from rich.progress import track
 
 from evals.code.score import Dataset
 from evals.items import Partial
 from evals.scorer import AnyPrompt, Scorer
 from evals.tables import console
-from records.evals import check_range
+from records.command import Count, check_ranges
 from records.files import JsonObject
 
 INSTRUCTION = (
@@ -30,21 +32,19 @@ STOPS_OF = {"humaneval": ("\ndef ", "\nclass ", "\nimport ", "\nfrom "), "mbpp":
 class Sampling:
     """How answers are sampled: one greedy answer per problem, or `n` at a temperature."""
 
-    n: int = 1
+    n: Count = 1
     """answers per problem"""
-    temperature: float = 0.0
+    temperature: Annotated[float, Field(ge=0, le=100)] = 0.0
     """sampling temperature; 0 is greedy"""
-    top_p: float = 1.0
+    top_p: Annotated[float, Field(ge=1e-6, le=1)] = 1.0
     """nucleus sampling: probability mass of the most likely tokens to sample from"""
     seed: int = 0
     """sampling seed"""
-    max_new_tokens: int = 768
+    max_new_tokens: Count = 768
     """maximum length of an answer in tokens"""
 
     def __post_init__(self) -> None:
-        check_range(1, n=self.n, max_new_tokens=self.max_new_tokens)
-        check_range(0, 100, temperature=self.temperature)
-        check_range(1e-6, 1, top_p=self.top_p)
+        check_ranges(Sampling, vars(self))
         if self.n > 1 and self.temperature == 0:
             raise ValueError(
                 f"n = {self.n} greedy answers would be identical; set --temperature, such as 0.8"

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from evals.code.inputs import convert_arguments
 from evals.code.oracle import NOT_NONE, Oracle
-from evals.code.solution import SandboxError, Solution, read, read_reference_value
+from evals.code.solution import SandboxError, Solution, read_reference_value, read_value
 from records.workers import end_with_parent
 
 STATUSES = {100: "pass", 101: "fail", 102: "timeout"}  # by exit status; others are no verdict
@@ -83,7 +83,7 @@ def make_expected(request: Request, problem: Problem, which: str) -> None:
 
 def load_tests(request: Request, problem: Problem, which: str) -> Tests:
     with open(locate_expected(request, problem, which), "rb") as file:
-        *values, seconds = (read(line, read_reference_value) for line in file)
+        *values, seconds = (read_value(line, read_reference_value) for line in file)
     if problem["entry_point"] in NOT_NONE:
         values = [value is not None for value in values]
     return Tests(convert_inputs(problem, which), values, seconds)
@@ -159,7 +159,7 @@ def check(request: Request, problem: Problem, which: str, code: str) -> str:
         ):
             seconds, line = time_receive(solution, min(limit_s, left_s))
             left_s -= seconds
-            if not oracle.right(read(line), arguments, expected):
+            if not oracle.right(read_value(line), arguments, expected):
                 return "fail"
         return "pass"
     except TimeoutError:

@@ -33,7 +33,7 @@ EXACT = ("Fraction", "Decimal")  # names, as every import here delays every solu
 
 
 def to_json(value: Any) -> Any:
-    """Turn a value into JSON: most as it is, else {type: content}, which `solution.read` reads.
+    """Turn a value into JSON: most as it is, else {type: content}, which `solution.read_value` reads.
 
     A value that is not exactly of a builtin type becomes {"like": [type it extends, content]}.
     """

@@ -63,7 +63,7 @@ def read_reference_value(kind: str, value: Any) -> Any:
     return object() if kind == "object" else value
 
 
-def read(line: bytes, reading: Callable[[str, Any], Any] = read_model_value) -> Any:
+def read_value(line: bytes, reading: Callable[[str, Any], Any] = read_model_value) -> Any:
     """Read the value that runner.py wrote as a line of JSON.
 
     Args:

@@ -18,7 +18,6 @@ from evals.core.tasks import Bundle
 from evals.items import open_partial
 from evals.scorer import LOCAL, AnswererFlags, identify_model, open_scorer
 from records.evals import NOWHERE, AboutFlags, EvalCommand, ModelFolder, code_at_start
-from records.items import write_items
 
 ALL_ITEMS = Settings()
 
@@ -52,9 +51,7 @@ def main(
         for label in figures["tasks"]
         for number, answer in enumerate(partial.answers[label])
     ]
-    head = {"kind": "core", "step": about.step, **conditions, **who}
-    figures["items"] = write_items(about.out, head, lines)
-    record = about.append("core", figures, **who)
+    record = about.append_with_items("core", figures, conditions, lines, **who)
     partial.remove()
     return record
 

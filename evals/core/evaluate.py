@@ -20,7 +20,8 @@ from evals.intervals import Z95, wilson
 from evals.items import Partial
 from evals.scorer import Encoder, Scorer, Scores, score_each
 from evals.tables import console, show_table
-from records.evals import Limit, check_range, optional
+from records.command import check_ranges
+from records.evals import Limit, optional
 from records.files import JsonObject
 from records.items import error_of_mean, gold_bits, mean_of_bits
 
@@ -41,7 +42,7 @@ class Settings:
     """comma-separated labels of the tasks to score; CORE itself requires all"""
 
     def __post_init__(self) -> None:
-        check_range(1, limit=self.limit)
+        check_ranges(Settings, vars(self))
         self.labels()
 
     def labels(self) -> list[str]:

@@ -35,18 +35,17 @@ from evals.lm_eval.tasks import (
 )
 from evals.scorer import LOCAL, AnswererFlags, identify_model
 from evals.tables import console, show_table
+from records.command import Natural, check_ranges
 from records.evals import (
     NOWHERE,
     AboutFlags,
     EvalCommand,
     Limit,
     ModelFolder,
-    check_range,
     code_at_start,
     optional,
 )
 from records.files import JsonObject
-from records.items import write_items
 from records.job import option_value
 
 if TYPE_CHECKING:
@@ -67,7 +66,7 @@ class Questions:
     """comma-separated lengths of a RULER prompt with its answer, in tokens"""
     limit: Limit = None
     """maximum number of documents to score per task, and per length of a RULER task"""
-    num_fewshot: Annotated[int | None, optional("INT", "the task's own number")] = None
+    num_fewshot: Annotated[Natural | None, optional("INT", "the task's own number")] = None
     """few-shot examples before each question"""
     data: Annotated[Path | None, optional("DIR", "the Hugging Face hub")] = None
     """folder of local data sets, with the layout that evals/lm_eval/tasks.py describes"""
@@ -77,8 +76,7 @@ class Questions:
     """ask through the model's chat template"""
 
     def __post_init__(self) -> None:
-        check_range(1, limit=self.limit)
-        check_range(0, num_fewshot=self.num_fewshot)
+        check_ranges(Questions, vars(self))
         parse_lengths(self.lengths)
 
 
@@ -254,9 +252,7 @@ def main(
     show(figures)
     model.scorer.close()
     who |= {"data_sha256": hash_documents(result["samples"])}
-    head = {"kind": "lm_eval", "step": about.step, **settings, **who}
-    figures["items"] = write_items(about.out, head, lines)
-    record = about.append("lm_eval", figures, **who)
+    record = about.append_with_items("lm_eval", figures, settings, lines, **who)
     model.partial.remove()
     return record
 

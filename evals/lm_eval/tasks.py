@@ -14,6 +14,7 @@ A local folder replaces the hub, so that tasks run without a network:
 from __future__ import annotations
 
 import contextlib
+import difflib
 import hashlib
 import io
 import os
@@ -27,7 +28,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from data_mixtures.readers.local import json_objects
-from evals.commands import choice
 from evals.lm_eval.needles import find_needles
 from records.files import JsonObject
 
@@ -102,8 +102,10 @@ def load_tasks(
         manager = lm_eval.tasks.TaskManager(metadata=metadata)
     names_of_tasks = sorted(manager.all_tasks)
     if unknown := sorted(stock - {*names_of_tasks}):
+        near = difflib.get_close_matches(unknown[0], names_of_tasks, n=1)
         raise ValueError(
-            f"--tasks: lm-eval has no {', '.join(unknown)}, {choice(unknown[0], names_of_tasks, most=5)}"
+            f"--tasks: lm-eval has no {', '.join(unknown)}, but {len(names_of_tasks):,} others; "
+            f"nearest: {', '.join(near) or 'none'}"
         )
     return manager, list(manager.load(list(names))["tasks"].values())
 

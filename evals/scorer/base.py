@@ -12,7 +12,8 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeVar, cast
 
 import numpy as np
 
-from records.evals import check_range, optional
+from records.command import Count, Positive, check_ranges
+from records.evals import optional
 from records.files import read_json
 
 Message = dict[str, str]  # {"role", "content"}
@@ -32,20 +33,19 @@ class Answerer:
     """device that runs the model: auto, cpu, cuda (the first visible GPU) or cuda:1; engine: also a list of GPUs"""
     dtype: str = "auto"
     """type of the engine's weights: auto (that of the folder), fp32, bf16, fp16, int8, int4"""
-    max_length: Annotated[int | None, optional("INT", "that of its config.json")] = None
+    max_length: Annotated[Count | None, optional("INT", "that of its config.json")] = None
     """context of the model in tokens"""
     base_url: Annotated[str | None, optional("URL", "the model runs here")] = None
     """OpenAI-compatible server that runs the model instead, such as http://127.0.0.1:8000/v1"""
     model: Annotated[str | None, optional("NAME", "the name of the model folder")] = None
     """name of the model at the server of --base-url"""
-    concurrency: int = 4
+    concurrency: Count = 4
     """number of concurrent requests to the server of --base-url"""
-    timeout_s: float = 600.0
+    timeout_s: Positive = 600.0
     """timeout of one request to the server of --base-url, in seconds"""
 
     def __post_init__(self) -> None:
-        check_range(1, max_length=self.max_length, concurrency=self.concurrency)
-        check_range(0.001, 1e6, timeout_s=self.timeout_s)
+        check_ranges(Answerer, vars(self))
 
 
 class Prompt(NamedTuple):

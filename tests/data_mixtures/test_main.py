@@ -173,7 +173,7 @@ def test_a_file_of_the_mirror_that_changed_in_place_is_named(run, folder):
 
 def test_options_that_do_not_fit_are_refused(run):
     for more, message in (
-        ("--workers 0", "--workers = 0 must be 1 or more"),
+        ("--workers 0", "--workers 0: it should be greater than or equal to 1"),
         ("--sources plsu", "unknown source 'plsu'; did you mean 'plus'"),
     ):
         assert_refused(run, f"plan {more}", message)

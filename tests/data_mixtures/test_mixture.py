@@ -9,6 +9,7 @@ import pytest
 
 from data_mixtures import order, shards
 from data_mixtures.mixture import Mixture, pin
+from records.files import write_json
 from tests.data_mixtures.conftest import write_counting
 
 
@@ -90,7 +91,7 @@ def other_text(data: Path) -> None:
 
 
 def older_format(data: Path) -> None:
-    shards.write_json(data / "s1/source.json", {**shards.read_manifest(data / "s1"), "format": 1})
+    write_json(data / "s1/source.json", {**shards.read_manifest(data / "s1"), "format": 1})
 
 
 @pytest.mark.parametrize(

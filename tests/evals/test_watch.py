@@ -261,7 +261,7 @@ def test_cores_and_a_gpu_of_its_own(monkeypatch):
         with pytest.raises(ValueError, match=f"--cpus {reason}"):
             watch.yield_to_training(cpus, None)
     monkeypatch.setattr(sys, "argv", ["x", "--every-s", "0"])
-    with pytest.raises(ValueError, match=r"--every-s 0\.0 must be between"):
+    with pytest.raises(ValueError, match=r"--every-s 0\.0: it should be greater"):
         watch.main()
 
 

@@ -10,10 +10,10 @@ Pairs = list[tuple[dict[str, str], dict[str, str]]]
 
 def exchanges(*turns: list[str]) -> Pairs:
     """Of turns as the package stores them: what one person sends in a row."""
-    sent = [
+    messages = [
         [{"text": text, "sender": "ab"[i % 2]} for text in texts] for i, texts in enumerate(turns)
     ]
-    return chitchat.list_exchanges(sent)
+    return chitchat.list_exchanges(messages)
 
 
 def contents(pairs: Pairs) -> list[tuple[str, str]]:

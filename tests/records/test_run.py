@@ -117,7 +117,7 @@ def find_counted(
     merged = merge_attempts([dict(row) for row in rows], starts)
     # what does not count is only marked
     assert sum(len(s.rows) for s in merged) == len(rows)
-    segments = [segment for segment in merged if segment.kept]
+    segments = [segment for segment in merged if segment.is_counted]
     return [(row["step"], row["attempt"]) for segment in segments for row in segment.rows]
 
 

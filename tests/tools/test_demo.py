@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
 from tests.records.lines import write_lines
@@ -11,9 +9,8 @@ from tools import demo
 
 
 @pytest.mark.rotate
-def test_every_stage_at_a_few_steps(tmp_path, capsys):
-    demo.main(tmp_path / "demo", steps1=4, steps2=4, steps3=4, ranks=1)
-    figures = json.loads(capsys.readouterr().out.splitlines()[-1])
+def test_every_stage_at_a_few_steps(tmp_path):
+    figures = demo.main(tmp_path / "demo", steps1=4, steps2=4, steps3=4, ranks=1)
     assert figures["engine_matches_hf"]
     assert figures["hf_max_logit_diff"] == 0
     assert (tmp_path / "demo/dashboard.html").exists()

@@ -9,11 +9,9 @@ printed, and the page written again, when it is there. The last line of stdout i
 from __future__ import annotations
 
 import argparse
-import contextlib
 import functools
 import itertools
 import json
-import socket
 import statistics
 import subprocess
 import sys
@@ -37,7 +35,6 @@ DEVICE = "cuda:0"
 # of the verdict; the float32 reference of a larger one needs more time than there is
 FLAVORS = ("tiny", "300m")
 TOKENS, TRIALS = 128, 5
-START_S = 90.0  # of a server
 MARK = "figure "  # begins the lines that a part is read by; libraries print others
 START = """# Decode speed on one GPU
 
@@ -167,33 +164,20 @@ def speed(flavor: str, tokens_per_s: float) -> Result:
 def server(flavor: str, device: str = DEVICE) -> Figures:
     """Tokens/s at the client of our server."""
     command = [sys.executable, "-m", "tools.bench.cuda", "serve", flavor, device]
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     with tempfile.TemporaryFile("w+") as log:
-        process = subprocess.Popen(
-            [*command, "--port", str(port)], stdout=log, stderr=log, cwd=ROOT
-        )
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, cwd=ROOT)
         try:
-            address = f"http://127.0.0.1:{port}/v1"
-            wait_until_it_answers(process, address, log)
-            speeds = [stream_answer(address) for _ in range(TRIALS + 1)]
+            assert process.stdout is not None
+            # it prints its address once it answers
+            *_, address = process.stdout.readline().split() or [""]
+            if not address:
+                log.seek(0)
+                raise RuntimeError(f"the server did not start: {log.read()[-1500:]}")
+            speeds = [stream_answer(f"{address}/v1") for _ in range(TRIALS + 1)]
             yield "at the client", speed(flavor, statistics.median(speeds[1:]))
         finally:
             process.kill()
             process.wait()
-
-
-def wait_until_it_answers(process: subprocess.Popen, address: str, log: Any) -> None:
-    """Wait for the server; RuntimeError with its last lines where it does not come up."""
-    end = time.monotonic() + START_S
-    while True:
-        with contextlib.suppress(OSError), urlopen(f"{address}/models", timeout=START_S):
-            return
-        if process.poll() is not None or time.monotonic() > end:
-            log.seek(0)
-            raise RuntimeError(f"the server did not start: {log.read()[-1500:]}")
-        time.sleep(0.1)
 
 
 def stream_answer(address: str) -> float:
@@ -215,7 +199,7 @@ def stream_answer(address: str) -> float:
     return (TOKENS - 1) / (times[-1] - times[0])
 
 
-def serve(flavor: str, port: int, device: str) -> None:
+def serve(flavor: str, device: str) -> None:
     """Run `laneformer serve` with random weights and a word for each id."""
     from tokenizers import Tokenizer, decoders, models
 
@@ -226,7 +210,7 @@ def serve(flavor: str, port: int, device: str) -> None:
     vocab_size = LaneformerConfig.from_flavor(flavor).vocab_size
     tokenizer = Tokenizer(models.WordLevel({f" w{i}": i for i in range(vocab_size)}, " w0"))
     tokenizer.decoder = decoders.Fuse()
-    options = ServerOptions("model", port=port, speculate=0)
+    options = ServerOptions("model", port=0, speculate=0)
     with (
         options.listen() as listening,
         Engine.random(flavor, device=device, tokenizer=tokenizer) as engine,
@@ -315,7 +299,6 @@ def main(arguments: list[str]) -> None:
 
     def save() -> None:
         if options.out is not None:
-            options.out.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(options.out, markdown(report))
 
     for part in parts_of(options.flavor):
@@ -323,11 +306,10 @@ def main(arguments: list[str]) -> None:
     print(json.dumps(report))
 
 
-if __name__ == "__main__":  # one part, or our server: serve FLAVOR DEVICE --port PORT
+if __name__ == "__main__":  # one part, or our server: serve FLAVOR DEVICE
     name, flavor, *more = sys.argv[1:]
     if name == "serve":
-        device, _, port = more
-        serve(flavor, int(port), device)
+        serve(flavor, *more)
     else:
         for figure in globals()[name](flavor):
             print(MARK + json.dumps(figure), flush=True)

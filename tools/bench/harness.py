@@ -27,8 +27,8 @@ from typing import Any, TypeVar
 import numpy as np
 
 from records.files import code_version, write_atomically
+from tools import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 900.0
 INSTRUCTIONS = {"avx2", "avx512f", "avx512_bf16", "amx_bf16"}
 Result = dict[str, Any]
@@ -144,7 +144,6 @@ def heading(result: Result, title: str) -> str:
 
 def append_section(path: Path, section: str, file_start: str) -> None:
     """Add a section to a benchmark file, which opens with its title and what the columns mean."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     before = path.read_text(encoding="utf-8") if path.exists() else file_start
     write_atomically(path, f"{before.rstrip()}\n\n{section}\n")
 

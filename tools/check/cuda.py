@@ -35,6 +35,7 @@ from tools.check.reference import (
     length_beyond_windows,
     make_faults,
     mean_kl,
+    random_ids,
     random_prompts,
     random_weights,
     relative_errors,
@@ -82,7 +83,7 @@ def reference(
 ) -> Reference:
     """Return both models' logits at `positions` of a random text; continue `prompts`."""
     # one model at a time, none on return: a 24 GB GPU has no room for one of `2b` beside the engine
-    ids = np.random.default_rng(0).integers(0, config.vocab_size, length).tolist()
+    ids = random_ids(config, length)
     model = hf_model(config, weights, torch.float32)
     single = hf_logits(model, ids)[positions]
     continuations = {tuple(prompt): hf_greedy(model, prompt, NEW_TOKENS) for prompt in prompts}

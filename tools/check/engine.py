@@ -40,6 +40,7 @@ from tools.check.reference import (
     model_outputs,
     module_report,
     plain_model,
+    random_ids,
     relative_errors,
     tensors_of,
 )
@@ -87,7 +88,7 @@ class Truth(NamedTuple):
 def compute_truth(config: LaneformerConfig, weights: Weights) -> Truth:
     length = length_beyond_windows(config, 8 + BLOCK)
     positions = choose_positions(config, length)
-    ids = np.random.default_rng(0).integers(0, config.vocab_size, length).tolist()
+    ids = random_ids(config, length)
     return Truth(ids, positions, *model_outputs(plain_model(config, weights), ids, positions))
 
 

@@ -20,6 +20,7 @@ from laneformer.engine.folder import read_checkpoint
 from laneformer.hf.modeling_laneformer import LaneformerForCausalLM
 from records.command import Count, check_ranges, run_command
 from records.files import code_version, write_atomically
+from tools import ROOT
 from tools.check.reference import (
     Weights,
     compare_greedy,
@@ -30,7 +31,6 @@ from tools.check.reference import (
 )
 from tools.markdown import records
 
-ROOT = Path(__file__).resolve().parents[2]
 # figure, what is allowed, and whether the check holds; None: not measured here
 Gate = tuple[Any, Any, bool | None]
 # another order of summation changes a rounding error's value, hardly its size
@@ -83,7 +83,6 @@ def run_check(
         console.print(Markdown(text))
         print(json.dumps(report))
         if options.out is not None:
-            options.out.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(options.out, text)
         raise SystemExit(not report["ok"])
 

@@ -35,6 +35,7 @@ from tools.check.gates import (
 from tools.check.reference import (
     hf_model,
     plain_model,
+    random_ids,
     relative_errors,
 )
 
@@ -55,7 +56,7 @@ def check(options: Options, console: Console) -> dict[str, Any]:
     config, weights = load(options.model, "fp32")
     length = min(options.positions, config.max_position_embeddings)
     # random ids: every matrix and every row of the embedding matters alike
-    ids = np.random.default_rng(0).integers(0, config.vocab_size, length).tolist()
+    ids = random_ids(config, length)
     console.print(f"model.py in float64 on {length} positions", style="dim")
     exact = compute_logits(plain_model(config, weights), ids)
     # a borrowed layer is in model.py alone

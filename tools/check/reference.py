@@ -129,6 +129,10 @@ def hf_greedy(
     return tokens, leads
 
 
+def random_ids(config: LaneformerConfig, length: int) -> list[int]:
+    return np.random.default_rng(0).integers(0, config.vocab_size, length).tolist()
+
+
 def random_prompts(
     config: LaneformerConfig, count: int, lengths: Sequence[int], new_tokens: int
 ) -> list[list[int]]:

@@ -19,6 +19,7 @@ from pathlib import Path
 import lizard
 import tyro
 
+from tools import ROOT
 from tools.markdown import table
 
 from .imports import (
@@ -29,7 +30,6 @@ from .imports import (
     find_forbidden_edges,
 )
 
-ROOT = Path(__file__).resolve().parents[2]
 SIZE_FILE = "tools/check/size.json"
 # the tree may exceed the smallest value that a count of size.json had in any commit by this share, so a
 # change can only spend what was removed before it

@@ -17,7 +17,7 @@ from typing import Annotated
 
 import tyro
 
-from records.command import run_command
+from records.command import run_function
 from records.files import write_atomically
 from records.run import Run, read_run
 from tools.dashboard import evaluations, training
@@ -90,7 +90,6 @@ def read_runs(folders: Sequence[Path]) -> list[Run]:
 def write_page(folders: Sequence[Path], out: Path, now: float) -> list[Run]:
     """Write the page of run folders to `out`; return what was read."""
     runs = read_runs(folders)
-    out.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(out, page(runs, now))
     return runs
 
@@ -116,4 +115,4 @@ def main(
 
 
 if __name__ == "__main__":
-    run_command("dashboard", lambda: tyro.cli(main, prog="python -m tools.dashboard"))
+    run_function("tools.dashboard", main)

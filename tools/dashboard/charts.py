@@ -211,7 +211,7 @@ def make_loss_part(run: Run, panel: Panel = LOSS, logged: bool = True) -> tuple[
     """Make the panel of the loss: smoothed, logged, repeated, and in validation."""
     curves = make_rows_part(run, panel, opacity=0.3)[1] if logged else []
     for segment in run.segments if logged else ():
-        if not segment.kept:
+        if not segment.is_counted:
             again = [(row, row["loss"]) for row in segment.rows]
             look: Json = {"group": "repeated later", "dash": "dot", "opacity": 0.6, "width": 1.2}
             curves.append(

@@ -213,8 +213,8 @@ def write_bits_card(run: Run) -> str:
     of_text = Panel(
         "Bits per byte", "held-out text, lower is better", "", 260, ".4f", zero=False, log=True
     )
-    drawn = figure([(of_text, curves)])
-    return write_chart_card("Bits per byte", drawn, f"bits-{run.name}")
+    content = figure([(of_text, curves)])
+    return write_chart_card("Bits per byte", content, f"bits-{run.name}")
 
 
 class Score(NamedTuple):
@@ -237,12 +237,12 @@ def list_scores(run: Run) -> Iterator[Score]:
         )
     for record in run.evals_of("lm_eval"):
         for task, metrics in list_items(record["tasks"]):
-            known = {name.removesuffix(",none"): number(v) for name, v in list_items(metrics)}
-            preferred = [name for name in ("acc_norm", "acc") if known.get(name) is not None][:1]
-            for name in preferred or [name for name in known if not name.endswith("_stderr")]:
+            values = {name.removesuffix(",none"): number(v) for name, v in list_items(metrics)}
+            preferred = [name for name in ("acc_norm", "acc") if values.get(name) is not None][:1]
+            for name in preferred or [name for name in values if not name.endswith("_stderr")]:
                 how = ", ".join([name, *settings_words(record)])
-                ends = around(known[name], known.get(f"{name}_stderr"))
-                yield Score("Questions", task, how, record, known[name], ends)
+                ends = around(values[name], values.get(f"{name}_stderr"))
+                yield Score("Questions", task, how, record, values[name], ends)
 
 
 def write_scores_card(run: Run) -> str:

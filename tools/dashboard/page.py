@@ -116,5 +116,5 @@ def percent(share: Any, form: str = ".1f") -> str:
 
 
 def utc(seconds: Any) -> str:
-    known = number(seconds)
-    return none() if known is None else time.strftime("%Y-%m-%d %H:%M", time.gmtime(known))
+    time_s = number(seconds)
+    return none() if time_s is None else time.strftime("%Y-%m-%d %H:%M", time.gmtime(time_s))

@@ -59,7 +59,7 @@ READING = (
 def write_training_card(run: Run) -> str:
     parts = [make_loss_part(run), *(make_rows_part(run, panel) for panel in TRAINING)]
     caption = f"{count(len(run.rows), 'logged step')}. {READING}"
-    if again := sum(len(segment.rows) for segment in run.segments if not segment.kept):
+    if again := sum(len(segment.rows) for segment in run.segments if not segment.is_counted):
         caption += f" Dotted: {count(again, 'step')} that a restart or roll-back repeated."
     content = figure(parts, run, events=make_event_marks(run))
     return write_chart_card("Training", content, f"training-{run.name}", caption)

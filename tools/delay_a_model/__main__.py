@@ -22,7 +22,7 @@ from laneformer.engine.folder import read_checkpoint
 from laneformer.hf.export import load_weights
 from records.checkpoints import newest_saved_step
 from records.command import run_command
-from records.files import write_atomically
+from records.files import write_json
 from records.job import job_flags
 
 from . import adapter
@@ -91,8 +91,7 @@ def refuse_other_origin(path: Path, origin: dict[str, Any]) -> None:
         raise ValueError(
             f"{path.parent} was begun with another model or config; choose another --out"
         )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, json.dumps(origin))
+    write_json(path, origin)
 
 
 def finish(path: Path, late: Late, steps: int, out: Path) -> dict[str, Any]:

@@ -18,21 +18,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from laneformer import Laneformer, LaneformerConfig
+from laneformer.config import MATRICES
 from laneformer.initialization import fill_from_generator
 from laneformer.lanes import LaneLinear
-from records.files import file_sha256, write_atomically
+from records.files import file_sha256, write_json
 
 from .job_config import Late
 
-MATRICES = (
-    "attention.wq",
-    "attention.wk",
-    "attention.wv",
-    "attention.wo",
-    "feed_forward.w1",
-    "feed_forward.w2",
-    "feed_forward.w3",
-)
 SCALES = ("attention_norm.weight", "ffn_norm.weight")
 # of its parameters' names in a checkpoint; a model's own begin otherwise
 PREFIX = "adapters."
@@ -140,8 +132,7 @@ def write(folder: Path, adapter: Mapping[str, Tensor], about: Mapping[str, Any])
     )
     # safetensors creates files with mode 600
     path.chmod(0o644)
-    described = {**about, "adapter_sha256": file_sha256(path)}
-    write_atomically(folder / ABOUT, json.dumps(described, indent=2) + "\n")
+    write_json(folder / ABOUT, {**about, "adapter_sha256": file_sha256(path)})
 
 
 def read(folder: Path, model_sha256: str) -> tuple[dict[str, Tensor], dict[str, Any]]:

@@ -5,13 +5,12 @@ python -m tools.delay_a_model.apply ADAPTER MODEL --out DIR
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import tyro
 
-from records.command import run_command
+from records.command import run_function
 from records.files import file_sha256, model_sha256
 
 from .adapter import merge, read
@@ -43,9 +42,5 @@ def apply(
     )
 
 
-def main() -> None:
-    print(json.dumps(tyro.cli(apply, prog="python -m tools.delay_a_model.apply")))
-
-
 if __name__ == "__main__":
-    run_command("tools.delay_a_model.apply", main)
+    run_function("tools.delay_a_model.apply", apply)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -15,10 +14,10 @@ from laneformer.hf.export import (
     round_weight,
     stage_folder,
     verify,
-    write_code,
     write_configs,
     write_weights,
 )
+from laneformer.hf.tokenizer import list_token_ids, save_tokenizer
 
 from .job_config import Late
 
@@ -64,7 +63,6 @@ def write_folder(
         # tokenizer, prefix, chat template and the ids that end answers are the dense model's own
         write_text_files(checkpoint, folder)
         write_configs(folder, config, "bfloat16", token_ids(checkpoint))
-        write_code(folder)
         (folder / "README.md").write_text(card)
         difference = verify(folder, config, stored)
     return {"out": str(out), "dtype": "bfloat16", "hf_max_logit_diff": difference}
@@ -75,17 +73,8 @@ def write_text_files(checkpoint: Checkpoint, folder: Path) -> None:
     if checkpoint.tokenizer is None:
         raise ValueError("the dense model has no tokenizer.json")
     folder.mkdir(parents=True, exist_ok=True)
-    checkpoint.tokenizer.save(str(folder / "tokenizer.json"))
-    values = {
-        # others are rebuilt from their class by Transformers 5.x, with other ids
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        **special_tokens(checkpoint),
-        "padding_side": "left",
-        "model_max_length": checkpoint.config.max_position_embeddings,
-        "clean_up_tokenization_spaces": False,
-        "model_input_names": ["input_ids", "attention_mask"],
-    }
-    (folder / "tokenizer_config.json").write_text(json.dumps(values, indent=2) + "\n")
+    longest = checkpoint.config.max_position_embeddings
+    save_tokenizer(checkpoint.tokenizer, special_tokens(checkpoint), folder, longest)
     template = checkpoint.tokenizer_config.get("chat_template")
     # several templates by name
     if isinstance(template, dict):
@@ -103,10 +92,7 @@ def special_tokens(checkpoint: Checkpoint) -> dict[str, str]:
 def token_ids(checkpoint: Checkpoint) -> dict[str, Any]:
     """Return bos_token_id, eos_token_id (all that end an answer) and pad_token_id."""
     assert checkpoint.tokenizer is not None, "write_text_files refuses a model without one"
-    special = {
-        name: token for name, token in special_tokens(checkpoint).items() if name != "unk_token"
-    }
-    ids = {f"{name}_id": checkpoint.tokenizer.token_to_id(token) for name, token in special.items()}
+    ids = list_token_ids(checkpoint.tokenizer, special_tokens(checkpoint))
     return ids | {"eos_token_id": list(checkpoint.eos_ids)}
 
 

@@ -5,7 +5,6 @@ The shipped trainer does it (spec.py); this prepares its start and runs it.
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -22,7 +21,7 @@ from data_mixtures.stages.run import Options
 from laneformer import Laneformer, LaneformerConfig
 from laneformer.engine.folder import Checkpoint
 from records.checkpoints import write_checksums
-from records.files import write_atomically
+from records.files import write_atomically, write_json
 from records.workers import usable_cpus
 
 from .adapter import SCALES, first_adapter, names_in_late_layers
@@ -72,7 +71,7 @@ def write_dense(model: Laneformer, late: Late, folder: Path) -> None:
     adapter = first_adapter(model.config, late) if late.lora_rank else {}
     dcp.save({**model.state_dict(), **adapter}, checkpoint_id=step, no_dist=True)
     write_checksums(step)
-    write_atomically(marker, json.dumps(model.config.to_dict(), indent=2) + "\n")
+    write_json(marker, model.config.to_dict())
 
 
 def train(flags: Sequence[str]) -> None:

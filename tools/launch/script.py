@@ -97,8 +97,8 @@ class Cluster:
     """Number of nodes that train; required, unless the run starts from another one"""
     gpus_per_node: Natural = 0
     """GPUs (and ranks) per node; required, unless the run starts from another one"""
-    spares: Natural | None = None
-    """Additional nodes that replace lost or bad ones; default: 0"""
+    spares: Natural = 0
+    """Additional nodes that replace lost or bad ones"""
     cpu: bool = False
     """Run the ranks on CPUs, for nodes without GPUs (tests)"""
     partition: str | None = None
@@ -152,10 +152,9 @@ def parse_time_s(text: str) -> float:
 
 def batch_script(snapshot: Path, run: Path, cluster: Cluster, dependency: str | None) -> str:
     """Return the text of submit.sbatch; ValueError for a bad --env."""
-    spares = cluster.spares or 0
     options = {
         "job-name": run.name,
-        "nodes": cluster.nodes + spares,
+        "nodes": cluster.nodes + cluster.spares,
         "gpus-per-node": None if cluster.cpu else cluster.gpus_per_node,
         **{name: getattr(cluster, name) for name in ("partition", "time", "account", "qos")},
         "dependency": dependency,
@@ -170,7 +169,7 @@ def batch_script(snapshot: Path, run: Path, cluster: Cluster, dependency: str | 
         directives="\n".join(f"#SBATCH {d}" for d in directives),
         nodes=cluster.nodes,
         gpus=cluster.gpus_per_node,
-        spares=spares,
+        spares=cluster.spares,
         snapshot=shlex.quote(str(snapshot)),
         exports="\n".join(f"export {quote_pair(pair)}" for pair in cluster.env),
         run=shlex.quote(str(run)),

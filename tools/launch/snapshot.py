@@ -34,11 +34,11 @@ import tomli_w
 
 from data_mixtures.mixture import read_lock
 from data_mixtures.shards import tokenizer_files
-from records.files import file_sha256
+from records.files import file_sha256, write_json
 from records.job import job_flags, read_job
+from tools import ROOT
 from tools.launch.script import SECRET
 
-ROOT = Path(__file__).resolve().parents[2]
 # environment variables that decide how a job runs
 KEPT_VARIABLES = re.compile(
     r"^(CUDA|NCCL|TORCH|PYTORCH|OMP|MKL|GLOO|UCX|FI_|OFI|SLURM|TRITON|WANDB|HF_|LD_LIBRARY_PATH$|PATH$|LOADEDMODULES$)"
@@ -92,7 +92,7 @@ def take_snapshot(
             "time": time.time(),
         }
         for name, value in (("snapshot.json", facts), ("environment.json", environment())):
-            (partial / name).write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+            write_json(partial / name, value)
         (partial / "submit.sbatch").write_text(script(final), encoding="utf-8")
         # last: a snapshot under its final name is complete and sealed
         seal(partial)

@@ -35,6 +35,7 @@ from records.command import Count, Percent, Positive, check_ranges, run_command
 from records.files import read_lines
 from records.job import job_flags
 from records.usage import cost
+from tools import ROOT
 from tools.markdown import records
 from tools.plan import preparation
 from tools.synthetic import write_synthetic_lock
@@ -43,7 +44,6 @@ from tools.synthetic import write_synthetic_lock
 if TYPE_CHECKING:
     from tools.plan import sums
 
-ROOT = Path(__file__).resolve().parents[2]
 Result = dict[str, Any]
 
 
@@ -151,20 +151,17 @@ def plan_phase(
 
 
 def read_sizes(titan_job: Any, gpus: int) -> sums.Job:
-    from torchtitan.protocols.train_spec import get_train_spec
-
     from laneformer.titan.float8 import float8_of
     from tools.plan import sums
+    from train.job_config import read_model_args
 
-    args: Any = get_train_spec(titan_job.model.name).model_args[titan_job.model.flavor]
-    args.update_from_config(titan_job)
     training, mesh, checkpoint = titan_job.training, titan_job.parallelism, titan_job.checkpoint
     shard, replicate = mesh.data_parallel_shard_degree, mesh.data_parallel_replicate_degree
     lane_ranks = mesh.tensor_parallel_degree
     bytes_of = {"bfloat16": sums.BF16, "float32": sums.FP32}
     float8 = float8_of(titan_job)
     return sums.Job(
-        config=args.config,
+        config=read_model_args(titan_job).config,
         seq_len=training.seq_len,
         steps=training.steps,
         global_batch=training.global_batch_size,

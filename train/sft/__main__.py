@@ -16,17 +16,18 @@ from __future__ import annotations
 
 import re
 import shutil
-import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import tyro
+from pydantic import Field
 
 from data_mixtures import mixture, order, shards
 from data_mixtures.recipe import check_known
 from data_mixtures.tokenizer import facts
 from laneformer.hf.tokenizer import CHAT_TEMPLATE, TOOLS_TEMPLATE, open_tokenizer
+from records.command import Count, check_ranges, run_command
 from records.files import hold_lock
 from records.workers import usable_cpus
 
@@ -34,13 +35,6 @@ from .conversations import list_files
 from .source import Rules, list_dropped, prepare
 
 PHASE = "sft"
-RANGES = {
-    "seq_len": (16, 1 << 20),
-    "epoch_cap": (1, 1000),
-    "workers": (1, 1024),
-    "holdout": (0.0001, 0.5),
-    "max_dropped": (0, 1),
-}
 
 
 @dataclass
@@ -51,7 +45,7 @@ class Arguments:
     """The tokenizer.model or tokenizer.json of the weights, such as data/nemotron/tokenizer.model."""
     out: Path
     """Data folder to write."""
-    seq_len: int = 4096
+    seq_len: Annotated[int, Field(ge=16, le=1 << 20)] = 4096
     """Tokens of a window, training.seq_len of the job; longer conversations are dropped."""
     system_and_tools: bool = False
     """Also render system messages, tools, tool calls and results; of these only the calls are trained.
@@ -60,28 +54,22 @@ class Arguments:
     """
     cut_long: bool = False
     """Keep the first exchanges of a conversation that is too long, as many as fit."""
-    holdout: float = 0.01
+    holdout: Annotated[float, Field(ge=0.0001, le=0.5)] = 0.01
     """Share of conversations held out for the validation loss, chosen by a hash of their content."""
     weights: tuple[str, ...] = ()
     """NAME=WEIGHT, integers, for every source; default: by size, so that all sources end together."""
-    epoch_cap: int = 4
+    epoch_cap: Count = 4
     """How often a job may read a source before it is refused."""
-    max_dropped: float = 0.05
+    max_dropped: Annotated[float, Field(ge=0, le=1)] = 0.05
     """Share of conversations of a source that may be unusable."""
     seed: int = 1
     """Seed of the order of the windows."""
-    workers: int = usable_cpus()
+    workers: Count = usable_cpus()  # noqa: RUF009
     """Processes that tokenize."""
 
 
 def main() -> None:
-    """Prepare the data; a user error prints one line and exits with status 1."""
-    arguments = tyro.cli(Arguments, prog="python -m train.sft", description=__doc__)
-    try:
-        run(arguments)
-    except (ValueError, OSError) as problem:
-        print(f"error: {problem}", file=sys.stderr)
-        raise SystemExit(1) from None
+    run(tyro.cli(Arguments, prog="python -m train.sft", description=__doc__))
 
 
 def run(arguments: Arguments) -> Path:
@@ -89,7 +77,6 @@ def run(arguments: Arguments) -> Path:
     sources = _group_origins(arguments.conversations)
     rules = _check_rules(arguments)
     out = arguments.out
-    out.mkdir(parents=True, exist_ok=True)
     with hold_lock(
         out / ".sft.lock", f"another process writes {out}; wait for it, or give another --out"
     ):
@@ -140,9 +127,7 @@ def run(arguments: Arguments) -> Path:
 
 
 def _check_rules(arguments: Arguments) -> Rules:
-    for name, (low, high) in RANGES.items():
-        if not low <= (value := getattr(arguments, name)) <= high:
-            raise ValueError(f"--{name.replace('_', '-')} {value} must be from {low} to {high}")
+    check_ranges(Arguments, vars(arguments))
     return Rules(
         arguments.seq_len,
         arguments.seed,
@@ -209,4 +194,4 @@ def _summarize(manifest: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    run_command("train.sft", main)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import random
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from typing import Any
 import tyro
 
 from data_mixtures.recipe import check_known
+from records.command import Count, check_ranges, run_command
 from records.files import write_atomically
 from records.job import read_sections
 
@@ -48,7 +48,7 @@ class Arguments:
     """TOML with [facts] and [[topics]]; default: the example, to copy and edit."""
     out: Path = Path("identity.jsonl")
     """JSON-lines file to write, for `python -m train.sft`."""
-    conversations: int = 500
+    conversations: Count = 500
     """How many, all different."""
     seed: int = 1
 
@@ -105,19 +105,17 @@ def _topics(table: dict[str, Any]) -> list[dict[str, list[str]]]:
 
 def main() -> None:
     arguments = tyro.cli(Arguments, prog="python -m train.sft.identity", description=__doc__)
+    check_ranges(Arguments, vars(arguments))
     try:
-        if arguments.conversations < 1:
-            raise ValueError(f"--conversations {arguments.conversations} must be at least 1")
         table = read_sections(arguments.facts)
         chats = conversations(table, arguments.conversations, arguments.seed)
         write_atomically(
             arguments.out, "".join(json.dumps({"messages": turns}) + "\n" for turns in chats)
         )
-    except (ValueError, OSError) as problem:
-        print(f"error: {arguments.facts}: {problem}", file=sys.stderr)
-        raise SystemExit(1) from None
+    except ValueError as problem:
+        raise ValueError(f"{arguments.facts}: {problem}") from None
     print(f"{arguments.out}: {len(chats)} conversations")
 
 
 if __name__ == "__main__":
-    main()
+    run_command("train.sft.identity", main)

@@ -35,7 +35,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from ..config import DRAFT_IDS, MTP, LaneformerConfig, hf_name
 from ..model import Laneformer
 from ..tensors import check_shapes
-from .tokenizer import CHAT_TEMPLATE, write_tokenizer
+from .tokenizer import CHAT_TEMPLATE, list_token_ids, write_tokenizer
 
 DType = Literal["bfloat16", "float16", "float32"]
 MAX_SHARD_BYTES = 4_000_000_000
@@ -116,7 +116,9 @@ def export(
     with stage_folder(out, overwrite) as folder:
         console.print(f"reading {checkpoint}")
         weights = load_weights(checkpoint, architecture)
-        round_weights(weights, dtype)
+        # one at a time, in place: two copies of a large model may not fit in memory
+        for name in weights:
+            weights[name] = round_weight(name, weights[name], dtype)
         if draft_ids:
             weights[DRAFT_IDS] = torch.tensor(sorted(draft_ids), dtype=torch.int32)
             architecture = replace(architecture, draft_vocab_size=len(draft_ids))
@@ -124,7 +126,6 @@ def export(
         write_weights(folder, weights, max_shard_bytes)
         special, token_ids = copy_tokenizer(tokenizer_path, folder, architecture, run_folder)
         write_configs(folder, architecture, dtype, token_ids)
-        write_code(folder)
         write_card(folder, architecture, dtype, progress, special)
         console.print("loading it back and comparing its logits with the training model's")
         difference = verify(folder, architecture, weights)
@@ -159,12 +160,7 @@ def copy_tokenizer(
         )
     if path.suffix != ".json":
         shutil.copyfile(path, folder / "tokenizer.model")
-    ids = {
-        f"{name}_id": tokenizer.token_to_id(token)
-        for name, token in special.items()
-        if name != "unk_token"
-    }
-    return special, {name: i for name, i in ids.items() if i is not None}
+    return special, list_token_ids(tokenizer, special)
 
 
 def locate_checkpoint(checkpoint: Path) -> Path:
@@ -254,12 +250,6 @@ def load_weights(checkpoint: Path, config: LaneformerConfig) -> dict[str, Tensor
     return weights
 
 
-def round_weights(weights: dict[str, Tensor], dtype: DType) -> None:
-    # one at a time, in place: two copies of a large model may not fit in memory
-    for name in weights:
-        weights[name] = round_weight(name, weights[name], dtype)
-
-
 def round_weight(name: str, weight: Tensor, dtype: DType) -> Tensor:
     if not torch.isfinite(weight).all():
         raise ValueError(f"{name} holds NaN or infinity; export an earlier checkpoint")
@@ -291,12 +281,14 @@ def write_weights(
 def write_configs(
     folder: Path, config: LaneformerConfig, dtype: DType, token_ids: dict[str, Any]
 ) -> None:
+    """Write config.json, the code that it names, and generation_config.json."""
     head = {"architectures": ["LaneformerForCausalLM"], "auto_map": AUTO_MAP}
     head |= {"model_type": "laneformer", "dtype": dtype}
     (folder / "config.json").write_text(
         json.dumps({**head, **token_ids, **config.to_dict()}, indent=2) + "\n"
     )
     (folder / "generation_config.json").write_text(json.dumps(token_ids, indent=2) + "\n")
+    write_code(folder)
 
 
 def write_code(folder: Path) -> None:

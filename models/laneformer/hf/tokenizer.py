@@ -162,6 +162,15 @@ def write_tokenizer(
 ) -> tuple[Tokenizer, dict[str, str]]:
     """Write tokenizer.json, tokenizer_config.json and `template` to `out`; return `open_tokenizer`."""
     tokenizer, special = open_tokenizer(path)
+    save_tokenizer(tokenizer, special, out, max_length)
+    shutil.copyfile(template, out / CHAT_TEMPLATE.name)
+    return tokenizer, special
+
+
+def save_tokenizer(
+    tokenizer: Tokenizer, special: dict[str, str], out: Path, max_length: int
+) -> None:
+    """Write tokenizer.json and tokenizer_config.json, as Transformers reads them."""
     tokenizer.save(str(out / "tokenizer.json"))
     config: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",  # others are rebuilt from their class by 5.x, with other ids
@@ -172,5 +181,10 @@ def write_tokenizer(
         "model_input_names": ["input_ids", "attention_mask"],
     }
     (out / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
-    shutil.copyfile(template, out / CHAT_TEMPLATE.name)
-    return tokenizer, special
+
+
+def list_token_ids(tokenizer: Tokenizer, special: dict[str, str]) -> dict[str, Any]:
+    """Return the ids of special tokens that config.json names: all but that of unknown text."""
+    names = [name for name in special if name != "unk_token"]
+    ids = {f"{name}_id": tokenizer.token_to_id(special[name]) for name in names}
+    return {name: i for name, i in ids.items() if i is not None}

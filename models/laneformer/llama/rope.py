@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from ..ropes import LLAMA3_KEYS, Rope, float32, plain, wavelengths, yarn
+from ..ropes import LLAMA3_KEYS, YARN_NUMBERS, Rope, float32, plain, wavelengths, yarn
 
 KINDS = ("full_attention", "sliding_attention")
 PLAIN = {
@@ -25,15 +25,7 @@ KEYS = {  # that a type reads
     "default": set(),
     "llama3": set(LLAMA3_KEYS),
     "linear": {"factor"},
-    "yarn": {
-        "factor",
-        "attention_factor",
-        "beta_fast",
-        "beta_slow",
-        "mscale",
-        "mscale_all_dim",
-        "truncate",
-    },
+    "yarn": {*YARN_NUMBERS, "truncate"},
     "longrope": {"factor", "attention_factor", "short_factor", "long_factor"},
 }
 IGNORED = {"max_position_embeddings", "llama_4_scaling_beta"}  # the latter is query_growth

@@ -96,17 +96,9 @@ def multiply_scaled(
     return out
 
 
-@multiply_scaled.register_fake
-def _(
-    a: Tensor,
-    b: Tensor,
-    a_scale: Tensor,
-    b_scale: Tensor,
-    dtype: torch.dtype,
-    fast: bool,
-    emulate: bool,
-) -> Tensor:
-    return a.new_empty(*a.shape[:2], b.shape[1], dtype=dtype)
+multiply_scaled.register_fake(
+    lambda a, b, a_scale, b_scale, dtype, *_: a.new_empty(*a.shape[:2], b.shape[1], dtype=dtype)
+)
 
 
 class Float8Product(torch.autograd.Function):

@@ -13,7 +13,7 @@ import triton
 from torch import Tensor
 
 from . import join_norm_kernels as kernels
-from .private_torch import GraphPass, pass_after_autograd
+from .private_torch import GraphPass
 
 PROGRAMS_PER_SM = 4  # of the backward kernel: each sums the gradient of the scale over its tokens
 Parts = tuple[Tensor, Tensor, Tensor]
@@ -130,17 +130,11 @@ def join_norm_backward(
     return d_h, d_partial, d_delayed, d_weight
 
 
-@join_norm_backward.register_fake
-def _(
-    d_streams: Tensor,
-    d_normed: Tensor | None,
-    d_handed_on: Tensor | None,
-    streams: Tensor | None,
-    weight: Tensor | None,
-    rstd: Tensor | None,
-    delayed: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return _outputs(d_streams, d_handed_on is not None, weight, delayed)
+join_norm_backward.register_fake(
+    lambda d_streams, d_normed, d_handed_on, streams, weight, rstd, delayed: _outputs(
+        d_streams, d_handed_on is not None, weight, delayed
+    )
+)
 
 
 def _outputs(
@@ -215,10 +209,6 @@ class JoinNorm(torch.autograd.Function):
             (d_weight, ctx.normed),
         )
         return (*(gradient if has else None for gradient, has in gradients_if_used), None, None)
-
-
-def fuse_join_norm() -> None:
-    pass_after_autograd(FuseJoinNorm())
 
 
 class FuseJoinNorm(GraphPass):

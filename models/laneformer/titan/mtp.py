@@ -43,7 +43,7 @@ class DraftTraining:
             )
         if config.draft_vocab_size:
             raise ValueError(
-                f"draft_vocab_size = {config.draft_vocab_size} is likeliest_ids when a model is exported "
+                f"draft_vocab_size = {config.draft_vocab_size} is chosen when a model is exported "
                 "(python -m tools.export_hf --draft-vocab-size N); the head is trained on all tokens: use 0"
             )
         total = job_config.lr_scheduler.total_steps or job_config.training.steps

@@ -17,11 +17,11 @@ from torchtitan.tools.logging import logger
 
 from ..model import Laneformer
 from .fused_layer import FusedLayer
-from .join_norm import check_kernels, fuse_join_norm
+from .join_norm import FuseJoinNorm, check_kernels
 from .kernel_check import with_working_kernels
 from .lane_axis import OPTION, LaneAxis, localize_before_forward, shard_lanes
 from .layer import TitanLayer
-from .private_torch import EXCHANGES, allow_variants, checkpoint_wrapper
+from .private_torch import EXCHANGES, allow_variants, checkpoint_wrapper, pass_after_autograd
 from .products import lower_keep_to_nothing
 from .spec import TitanLaneformer
 
@@ -117,7 +117,7 @@ def wrap_and_compile_layers(model: TitanLaneformer, job_config: JobConfig) -> No
         # validation.
         allow_variants(RECOMPILE_LIMIT)
         lower_keep_to_nothing()
-        fuse_join_norm()
+        pass_after_autograd(FuseJoinNorm())
         # the last norm runs over the wide streams as well, and outside of any layer
         drafts = () if model.mtp is None else (model.mtp.layer,)
         for module in (*model.layers, model.norm, *drafts):

@@ -13,17 +13,8 @@ from torch import Tensor
 from torch._inductor.custom_graph_pass import CustomGraphPass as GraphPass
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-__all__ = [
-    "EXCHANGES",
-    "GraphPass",
-    "allow_variants",
-    "checkpoint_wrapper",
-    "forget_compiled",
-    "lower_to_nothing",
-    "pass_after_autograd",
-    "start_reduction",
-    "wait_for_reduction",
-]
+# imported for others
+__all__ = ["GraphPass", "checkpoint_wrapper"]
 # what a lane's rank gets from others: under checkpointing never asked for again
 EXCHANGES = frozenset(
     {torch.ops._c10d_functional.all_reduce.default, torch.ops._c10d_functional.wait_tensor.default}

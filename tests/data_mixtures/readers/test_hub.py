@@ -87,7 +87,7 @@ def test_a_mirror_is_checked_against_the_hub_s_hashes(hub, tmp_path):
     flip(tmp_path / "mirror" / REPO / "4plus/part_000002.parquet", 1000)
     (line,) = run_command(hub, "fetch", path, "--mirror", str(tmp_path / "mirror"))
     assert line.startswith(
-        "error: fetch exact/unit-00002: nobody/Small-Data/4plus/part_000002.parquet came with sha256"
+        "data_mixtures: fetch exact/unit-00002: nobody/Small-Data/4plus/part_000002.parquet came with sha256"
     )
 
 
@@ -97,7 +97,7 @@ def test_all_repositories_are_asked_before_anything_is_read(hub, tmp_path):
     old = {"name": "old", "revision": "0000000"}
     path = recipe(tmp_path, {"name": "good"}, GATED, gone, old)
     head, *lines = run_command(hub, "plan", path)
-    assert head == "error: 3 repositories cannot be read; nothing was read:"
+    assert head == "data_mixtures: 3 repositories cannot be read; nothing was read:"
     agreement = f"accept its agreement at {hub.url}/datasets/nobody/Gated"
     for line, *parts in zip(
         lines,
@@ -117,6 +117,6 @@ def test_all_repositories_are_asked_before_anything_is_read(hub, tmp_path):
 
     hub.url = "http://127.0.0.1:9"  # no network
     head, line = run_command(hub, "plan", recipe(tmp_path, {"name": "exact"}))
-    assert head == "error: 1 repositories cannot be read; nothing was read:"
+    assert head == "data_mixtures: 1 repositories cannot be read; nothing was read:"
     assert "exact: nobody/Small-Data @ abcdef0: not reachable at http://127.0.0.1:9" in line
     assert "python -m tools.plan JOB.toml" in line

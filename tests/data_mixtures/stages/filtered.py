@@ -8,8 +8,9 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from data_mixtures import recipe, shards
+from data_mixtures import recipe
 from data_mixtures.stages import decontaminate, filter, stage
+from records.files import write_json
 
 Texts = dict[str, list[Any]]
 NONE = recipe.TokenizerFile("none")
@@ -28,7 +29,7 @@ def write_receipt(folder: Path, counts: dict[str, Any]) -> None:
     files = {
         path.name: stage._entry(path) for path in folder.iterdir() if path.name != stage.RECEIPT
     }
-    shards.write_json(folder / stage.RECEIPT, {"key": "", "files": files, "counts": counts})
+    write_json(folder / stage.RECEIPT, {"key": "", "files": files, "counts": counts})
 
 
 def text_column(texts: list[Any], kind: pa.DataType) -> pa.Array:
@@ -60,7 +61,7 @@ def write_raw(out: Path, texts: Texts, kind: pa.DataType | None = None, **entry:
             )
             pq.write_table(pa.table(columns), folder / stage.RAW, row_group_size=100)
             write_receipt(folder, {})
-    shards.write_json(out / stage.PLAN, {"format": stage.PLAN_FORMAT, "sources": sources})
+    write_json(out / stage.PLAN, {"format": stage.PLAN_FORMAT, "sources": sources})
 
 
 def do_all(work: Any) -> int:

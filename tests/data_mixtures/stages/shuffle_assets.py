@@ -22,6 +22,7 @@ from data_mixtures.recipe import LocalSource, Recipe, TokenizerFile, TokenizerTr
 from data_mixtures.stages import blocks, manifest, shuffle, sorted_runs, stage
 from data_mixtures.stages.stage import Unit
 from data_mixtures.stages.tokenize import SLICED, by_key, describe, totals
+from records.files import write_json
 from tests.data_mixtures.stages.filtered import make_unit_folder, write_receipt
 
 SEED = 7
@@ -119,7 +120,7 @@ def write_plan(out: Path, source: str, units: int) -> None:
     numbers = [{"number": number} for number in range(units)]
     sources[source] = {"plan_hash": f"plan of {source}", "units": numbers}
     out.mkdir(parents=True, exist_ok=True)
-    shards.write_json(path, {"format": 1, "sources": sources})
+    write_json(path, {"format": 1, "sources": sources})
 
 
 def write_tokenized(out: Path, source: str, texts: Sequence[Sequence[str]]) -> None:

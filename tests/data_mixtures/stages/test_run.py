@@ -128,7 +128,7 @@ def test_ctrl_c_ends_all_and_leaves_nothing(toy):
     family = family_at_work(toy, process, {"b/unit-00000", "a/unit-00001"})
     process.send_signal(signal.SIGINT)
     assert process.wait() == 130
-    stopped = "stopped; run the same command again: it continues with the unfinished units\n"
+    stopped = "toy: stopped; run the same command again: it continues with the unfinished units\n"
     assert process.stderr.read() == stopped
     wait_for_end(family)
     assert not list(toy.out.rglob("*.partial"))

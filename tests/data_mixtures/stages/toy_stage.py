@@ -67,7 +67,8 @@ def run(toy: Toy, options: Options) -> str:
 
 if __name__ == "__main__":
     out, faults, workers = sys.argv[1:]
-    from data_mixtures import prepare
+    from data_mixtures.prepare import STOPPED
+    from records.command import run_command
 
     toy = Toy(Path(out), Path(faults))
-    sys.exit(prepare.run_command(lambda: run(toy, Options(workers=int(workers)))))
+    run_command("toy", lambda: run(toy, Options(workers=int(workers))), interrupted=STOPPED)

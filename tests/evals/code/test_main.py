@@ -109,4 +109,4 @@ def test_solutions_share_the_cores_of_their_process(monkeypatch):
     names = runpy.run_path(
         str(Path(score.__file__).with_name("__main__.py")), run_name="started_now"
     )
-    assert names["Scoring"]().parallel == 2
+    assert names["Scoring"].parallel == 2

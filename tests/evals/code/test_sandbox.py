@@ -43,7 +43,7 @@ found = []
 for _ in range(2):
     trying = solution.Solution(request, Path(FOLDER, "attempts.py").read_text(), "attempts", [[FOLDER]])
     trying.receive(60)
-    found.append(solution.read(trying.receive(60)))
+    found.append(solution.read_value(trying.receive(60)))
 print(json.dumps(found))
 """
 ATTEMPTS = """

@@ -7,7 +7,7 @@ from fractions import Fraction
 import pytest
 
 from evals.code import runner, solution
-from evals.code.solution import SandboxError, Solution, read, read_reference_value
+from evals.code.solution import SandboxError, Solution, read_reference_value, read_value
 
 BEGIN = "import sys, time\nsys.stdin.buffer.read()\nprint('null', flush=True)\n"
 VALUES = [
@@ -33,7 +33,7 @@ def start(program: str) -> Solution:
 
 def test_a_value_arrives_as_it_left():
     for value in VALUES:
-        arrived = read(json.dumps(runner.to_json(value)).encode(), read_reference_value)
+        arrived = read_value(json.dumps(runner.to_json(value)).encode(), read_reference_value)
         assert arrived == value
         # Python refuses to print so many digits
         if value != 10**5000:
@@ -43,12 +43,12 @@ def test_a_value_arrives_as_it_left():
 def test_what_is_no_value_is_an_error():
     for line in NO_VALUES:
         with pytest.raises((ValueError, KeyError, TypeError, RecursionError)):
-            read(line)
+            read_value(line)
 
 
 def test_lines_have_limits_of_time_and_length(monkeypatch):
     slow = start("print(1, flush=True)\ntime.sleep(600)")
-    assert read(slow.receive(60)) == 1
+    assert read_value(slow.receive(60)) == 1
     with pytest.raises(TimeoutError, match=r"nothing within 0\.1 s"):
         slow.receive(0.1)
     slow.end()

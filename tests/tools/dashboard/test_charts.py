@@ -101,7 +101,7 @@ def test_the_loss_is_drawn_logged_and_smoothed_and_what_was_repeated_is_dotted(f
     )
     # steps that a later attempt repeated
     again = [line for line in curves if line["group"] == "repeated later"]
-    repeated = sum(len(segment.rows) for segment in run.segments if not segment.kept)
+    repeated = sum(len(segment.rows) for segment in run.segments if not segment.is_counted)
     assert sum(len(line["y"]) for line in again) == repeated > 0
     assert {line["dash"] for line in again} == {"dot"}
 

@@ -407,4 +407,6 @@ def test_as_commands(tmp_path, tokenizer):
     assert "sft.lock.json: identity 100.0%" in packed.stdout
     refused = command("train.sft", *flags, "--holdout", "0")
     assert (refused.returncode, refused.stdout) == (1, "")
-    assert refused.stderr == "error: --holdout 0.0 must be from 0.0001 to 0.5\n"
+    assert (
+        refused.stderr == "train.sft: --holdout 0.0: it should be greater than or equal to 0.0001\n"
+    )
