@@ -50,7 +50,7 @@ void Attention::run(const Lane& lane) {
   shared_.exchange.meet_lane(lane.t, plan);  // `mixed` is whole, which wo reads, and q, k and v may be overwritten
 }
 
-// Whether the thread caches a column: each of the lane's threads a run of them, and no two write to one line.
+// Whether the thread caches a column: each of the lane's threads takes a run of them.
 bool Attention::caches(const Lane& lane, int column) const {
   const ThreadPlan& plan = shared_.model.plan(lane.t);
   return column * plan.members / lane.pass.columns == lane.t - plan.leader;
