@@ -129,13 +129,13 @@ def sizes_of(path: Path) -> tuple[int, int, int, int]:
 
     reader = gguf.GGUFReader(path)
     fields = {name.partition(".")[2]: field for name, field in reader.fields.items()}
-    taken = 1.0  # of all experts
+    expert_share = 1.0  # of all experts
     if "expert_count" in fields:
-        taken = fields["expert_used_count"].contents() / fields["expert_count"].contents()
+        expert_share = fields["expert_used_count"].contents() / fields["expert_count"].contents()
     read: dict[str, float] = {}
     width = 0
     for t in reader.tensors:
-        read[t.name] = int(t.n_bytes) * (taken if "_exps." in t.name else 1)
+        read[t.name] = int(t.n_bytes) * (expert_share if "_exps." in t.name else 1)
         width += int(t.shape[1]) if t.name.endswith(("attn_k.weight", "attn_v.weight")) else 0
         if t.name == "token_embd.weight":
             vocab_size = int(t.shape[1])
