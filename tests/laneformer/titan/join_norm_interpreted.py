@@ -79,7 +79,7 @@ def run_fused(
 ) -> Any:
     if how is None:
         return JoinNorm.apply(h, None, None, weight, EPS, False)
-    layer: Any = SimpleNamespace(joins=[how], broadcasts=[True])
+    layer: Any = SimpleNamespace(joins=[how], sends=[True])
     norm: Any = None if weight is None else SimpleNamespace(weight=weight, eps=EPS)
     return FusedLayer.join(layer, 0, h, partial, delayed, norm)
 
